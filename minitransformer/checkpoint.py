@@ -1,0 +1,232 @@
+"""What a run directory holds; the only place that reads or writes it.
+
+    runs/NAME/
+      config.yaml          the resolved training config
+      tokenizer.json       of the `tokenizers` library
+      model.safetensors    the newest weights, with the model's config and tokenizer in the header
+      checkpoints/         the whole training state, step-00000200.ckpt and so on
+      samples.txt          text sampled while the model trained
+
+Both kinds of model file are self-contained, and neither can run code: safetensors holds numbers and strings,
+checkpoints are read with `weights_only=True`.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.model.config import ModelConfig
+from minitransformer.model.transformer import Transformer
+
+MODEL_FILE = "model.safetensors"
+HEADER = "minitransformer"  # the key under which both kinds of file describe the model
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, broken, or not one."""
+
+
+# Writing ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that appears under `path` whole or not at all.
+
+    Raises:
+        CheckpointError: the disk is full; `path` keeps what it held before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(beside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException as error:
+        beside.unlink(missing_ok=True)
+        if full := _disk_full(error):
+            raise CheckpointError(f"no space left on the disk for {path}; it was not written") from full
+        raise
+
+
+def _disk_full(error: BaseException | None) -> OSError | None:
+    """The "no space left" behind an error: torch reports its own error on top of it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def describe(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """What a model file says of itself, as plain strings."""
+    return {"model": json.dumps(asdict(config)), "tokenizer": tokenizer.to_json()}
+
+
+def save_model(path: Path, model: Transformer, tokenizer: Tokenizer) -> None:
+    """Write weights, model config and tokenizer as one safetensors file."""
+    state = model.state_dict()
+    if model.config.tie_embeddings:
+        del state["head.weight"]  # one tensor, one entry
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    with atomic_write(path) as file:
+        file.write(save(tensors, metadata=describe(model.config, tokenizer)))
+
+
+# Reading ---------------------------------------------------------------------------------------------------------
+
+
+def load(
+    path: str | Path, device: str | torch.device = "cpu", say: Callable[[str], None] = print
+) -> tuple[Transformer, Tokenizer]:
+    """A trained model, ready for use, and its tokenizer.
+
+    Args:
+        path: a run directory (its newest weights that can be read), or one of its model files.
+        say: told when a broken file is passed over.
+
+    Raises:
+        CheckpointError: there is nothing at `path` that holds a model.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _load_newest(path, device, say)
+    if not path.exists():
+        hint = "; for the newest run write checkpoint=null" if path.name in ("None", "none") else ""
+        raise CheckpointError(f"checkpoint={path} does not exist (looked in {Path.cwd()}){hint}")
+    return _load_file(path, device)
+
+
+def _load_newest(run: Path, device, say: Callable[[str], None]) -> tuple[Transformer, Tokenizer]:
+    files = [path for path in (run / MODEL_FILE, *reversed(checkpoints(run))) if path.exists()]
+    if not files:
+        raise CheckpointError(f"{run} holds no checkpoint: neither {MODEL_FILE} nor checkpoints/step-*.ckpt")
+    for path in files:
+        try:
+            return _load_file(path, device)
+        except CheckpointError as error:
+            say(f"{error}; trying the one before it")
+    raise CheckpointError(f"{run} holds no checkpoint that can be read")
+
+
+def _load_file(path: Path, device) -> tuple[Transformer, Tokenizer]:
+    if path.suffix == ".safetensors":
+        header, state = _read_safetensors(path)
+    else:
+        saved = read_checkpoint(path)
+        header = saved[HEADER]
+        state = {name.removeprefix("model."): tensor for name, tensor in saved["state_dict"].items()}
+    if "model" not in header or "tokenizer" not in header:
+        raise CheckpointError(f"{path} does not describe a minitransformer model")
+    config = ModelConfig.from_dict(json.loads(header["model"]))
+    model = Transformer(config)
+    if config.tie_embeddings:
+        state.setdefault("head.weight", state["embedding.weight"])
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} does not fit its own config: {' '.join(str(error).split())}") from None
+    return model.to(device).eval(), Tokenizer.from_json(header["tokenizer"])
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors ({error})") from None
+
+
+def read_checkpoint(path: Path) -> dict:
+    """The plain values and tensors of a training checkpoint, on the CPU.
+
+    Raises:
+        CheckpointError: the file is cut short, damaged, or holds more than plain values.
+    """
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a file that is not what it should be
+        raise CheckpointError(f"{path} cannot be read as a checkpoint ({str(error).splitlines()[0]})") from None
+    if not isinstance(saved, dict) or HEADER not in saved or "state_dict" not in saved:
+        raise CheckpointError(f"{path} is not a checkpoint of minitransformer")
+    return saved
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The training checkpoints of a run, oldest first."""
+    return sorted((run / "checkpoints").glob("step-*.ckpt"))
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}.ckpt"
+
+
+def newest_readable(run: Path, say: Callable[[str], None]) -> tuple[Path, dict] | None:
+    """The newest checkpoint that can be read, passing over broken ones with a word; None where there is none.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be read.
+    """
+    found = checkpoints(run)
+    for path in reversed(found):
+        try:
+            return path, read_checkpoint(path)
+        except CheckpointError as error:
+            say(f"{error}; trying the one before it")
+    if found:
+        raise CheckpointError(f"{run / 'checkpoints'} holds no checkpoint that can be read")
+    return None
+
+
+# Runs ------------------------------------------------------------------------------------------------------------
+
+
+def new_run(runs_dir: Path, name: str) -> Path:
+    """Make the directory of a run; a name that is taken gets a number behind it."""
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 10_000):
+        path = runs_dir / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+    raise CheckpointError(f"{runs_dir} has too many runs called {name}")
+
+
+def point_latest(run: Path, runs_dir: Path) -> None:
+    """Let `runs/latest` be `run`."""
+    link = runs_dir / "latest"
+    beside = link.with_name(f".latest.{os.getpid()}")
+    try:
+        beside.symlink_to(os.path.relpath(run, runs_dir), target_is_directory=True)
+        os.replace(beside, link)
+    except OSError:  # a file system without links: `latest_run` looks at times instead
+        beside.unlink(missing_ok=True)
+
+
+def latest_run(runs_dir: Path) -> Path:
+    """The run that started last.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    link = runs_dir / "latest"
+    if link.is_dir():
+        return runs_dir / os.readlink(link)
+    runs = [path.parent for path in runs_dir.glob("**/config.yaml")]
+    if not runs:
+        raise CheckpointError(f"no run in {runs_dir.absolute()}; train one first: python train.py")
+    return max(runs, key=lambda path: path.stat().st_mtime)

@@ -1,0 +1,218 @@
+"""The two commands: Hydra composes the config, it becomes typed here, and mistakes end in one line."""
+
+import difflib
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from minitransformer.data import config as data
+from minitransformer.generation.config import GenerateConfig
+from minitransformer.training import config as training
+
+# The typed settings behind configs/GROUP/NAME.yaml, which each begin from `/schema/...` of that name.
+SCHEMAS = {
+    "train": training.TrainConfig,
+    "generate": GenerateConfig,
+    "data_stdlib": data.StdlibConfig,
+    "data_text": data.TextConfig,
+    "data_jsonl": data.JsonlConfig,
+    "data_parquet": data.ParquetConfig,
+    "data_hub": data.HubConfig,
+    "tokenizer": data.TokenizerConfig,
+    "tokenizer_bpe": data.BPEConfig,
+    "optimizer_adamw": training.AdamWConfig,
+    "optimizer_muon": training.MuonConfig,
+    "schedule_wsd": training.WSDConfig,
+    "schedule_cosine": training.CosineConfig,
+    "logger_none": training.LoggerConfig,
+    "logger_csv": training.CSVConfig,
+    "logger_wandb": training.WandbConfig,
+}
+
+EXAMPLES = {
+    "train": """\
+  {command}                                              the default run
+  {command} data=text data.files=[book.txt] model=small  one's own text, a larger model
+  {command} optimizer=adamw optimizer.lr=1e-3            other settings
+  {command} -m seed=1,2,3                                a sweep, one directory a job
+  {command} name=mine resume=auto                        go on where run `mine` stopped
+  {command} --cfg job                                    print the composed config""",
+    "generate": """\
+  {command} prompt="def "                           from the newest run
+  {command} checkpoint=runs/NAME temperature=0.9    from another
+  {command} --cfg job                               print the composed config""",
+}
+
+
+def config_dir() -> Path:
+    """The folder of YAML files: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def train() -> None:
+    """The command `train.py`, or `minitransformer-train`."""
+
+    def job(config: training.TrainConfig, hydra: Any) -> float | None:
+        from minitransformer.training.callbacks import Interrupted
+        from minitransformer.training.run import train as run
+
+        sweep_dir = Path(hydra.runtime.output_dir) if hydra.mode.name == "MULTIRUN" else None
+        # To resume, a run is named by its directory: an earlier `resume` or `name` would contradict it.
+        kept = [o for o in hydra.overrides.task if not o.startswith(("resume=", "name="))]
+        try:
+            return run(config, shlex.join([*_command(), *kept]), sweep_dir)
+        except Interrupted as stopped:
+            sys.exit(128 + stopped.signum)
+
+    _main("train", job)
+
+
+def generate() -> None:
+    """The command `generate.py`, or `minitransformer-generate`."""
+
+    def job(config: GenerateConfig, hydra: Any) -> None:
+        from minitransformer.generation.generate import run
+
+        run(config)
+
+    _main("generate", job)
+
+
+def _command() -> list[str]:
+    return ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else [Path(sys.argv[0]).name]
+
+
+def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(help_text(name))
+        return
+    import hydra
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    for schema, node in SCHEMAS.items():
+        ConfigStore.instance().store(group="schema", name=schema, node=node)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of being printed by Hydra
+
+    @hydra.main(version_base="1.3", config_path=str(config_dir().absolute()), config_name=name)
+    def task(composed: Any) -> Any:
+        return job(OmegaConf.to_object(composed), HydraConfig.get())
+
+    try:
+        task()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        line = explain(error, name)
+        if line is None:
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(1)
+
+
+def explain(error: Exception, name: str) -> str | None:
+    """One line for a mistake of the user's; None for a fault of ours, which deserves its traceback."""
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        text = str(error)
+        if isinstance(error, MissingConfigException) or "Could not find" in text or "In '" in text:
+            if choice := re.search(r"Could not find '([\w/.-]+)'", text):
+                group, _, wrong = choice[1].rpartition("/")
+                return f"{group}={wrong} is not known; choose one of {', '.join(options(group))}"
+        if wrong := re.search(r"Could not override '([^']+)'", text) or re.search(r"[Kk]ey '([^']+)' (?:is )?not in", text):
+            return unknown_key(_full_key(error) or wrong[1], name)
+        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
+        return f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
+    if isinstance(error, ValueError):
+        return " ".join(str(error).split("\n"))
+    return None
+
+
+def _full_key(error: BaseException) -> str | None:
+    for e in (error, error.__cause__):
+        if found := re.search(r"Could not override '([^']+)'", str(e)):
+            return found[1]
+        if found := re.search(r"full_key: (\S+)", str(e)):
+            return found[1]
+    return None
+
+
+def unknown_key(key: str, name: str) -> str:
+    """Name the nearest setting that exists."""
+    known = list(_leaves(_compose(name)))
+    by_last = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    group = key.rpartition(".")[0]
+    siblings = [k for k in known if k.rpartition(".")[0] == group]
+    near = difflib.get_close_matches(key, siblings, 1, 0.6) or by_last or difflib.get_close_matches(key, known, 1, 0.5)
+    if near:
+        return f"{key} is not a setting; did you mean {near[0]}?"
+    there = siblings or [k for k in known if "." not in k]
+    return f"{key} is not a setting; there are {', '.join(there)}"
+
+
+def _compose(name: str) -> Any:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
+    groups = [a for a in sys.argv[1:] if "=" in a and "," not in a and (config_dir() / a.split("=")[0]).is_dir()]
+    with initialize_config_dir(str(config_dir().absolute()), version_base="1.3"):
+        return compose(name, groups)
+
+
+def _leaves(config: Any, prefix: str = "") -> Any:
+    from omegaconf import DictConfig
+
+    for key in config:
+        node = config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none():
+            yield from _leaves(node, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def options(group: str) -> list[str]:
+    """The choices of a config group."""
+    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+
+
+def _about(path: Path) -> str:
+    """The first comment of a config file, which says what it is."""
+    comments = (line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# "))
+    return next(comment for comment in comments if not comment.startswith("@package"))
+
+
+def help_text(name: str) -> str:
+    """What `--help` prints: groups with a line for each choice, and worked commands."""
+    command = shlex.join(_command())
+    lines = [f"usage: {command} [GROUP=CHOICE ...] [SETTING=VALUE ...]", ""]
+    text = (config_dir() / f"{name}.yaml").read_text()
+    lines += [_about(config_dir() / f"{name}.yaml"), ""]
+    if name == "train":
+        lines.append("Groups, and what may be chosen in each (* is the default):")
+        defaults = dict(re.findall(r"^  - (\w+): (\w+)", text, re.M))
+        for folder in sorted(path for path in config_dir().iterdir() if path.is_dir()):
+            lines.append(f"  {folder.name}")
+            for choice in options(folder.name):
+                mark = "*" if defaults.get(folder.name) == choice else " "
+                lines.append(f"   {mark}{choice:18} {_about(folder / f'{choice}.yaml')}")
+        lines.append("")
+    lines += ["Examples:", EXAMPLES[name].format(command=command), ""]
+    lines.append("Every setting with its value: --cfg job. Hydra's own options: --hydra-help.")
+    return "\n".join(lines)

@@ -1,0 +1,153 @@
+"""Text to ids and back, without loss, on the `tokenizers` library."""
+
+import codecs
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE, WordLevel
+
+BOUNDARY = "<|endoftext|>"  # stands before each document and after the last; its id starts and ends a text
+
+
+def _byte_of() -> dict[str, int]:
+    """The byte behind each of the 256 printable characters that byte-level BPE writes in its place (GPT-2)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+class Tokenizer:
+    """Ids of text; `decode(encode(text)) == text` for every text that can be encoded.
+
+    boundary: the id of the token that starts and ends documents; no text encodes to it.
+    token_bytes: the bytes that each id stands for, none for the boundary.
+    """
+
+    def __init__(self, backend: Backend):
+        backend.encode_special_tokens = True  # text that looks like the boundary token stays text
+        self.backend = backend
+        self.boundary = backend.token_to_id(BOUNDARY)
+        if self.boundary is None:
+            raise ValueError(f"the tokenizer has no {BOUNDARY} token, which starts and ends documents")
+        vocabulary = backend.get_vocab()
+        self.characters = set(vocabulary) - {BOUNDARY} if isinstance(backend.model, WordLevel) else None
+        byte_of = _byte_of()
+        self.token_bytes = [b""] * (max(vocabulary.values()) + 1)
+        for token, i in vocabulary.items():
+            if i != self.boundary:
+                self.token_bytes[i] = token.encode() if self.characters else bytes(byte_of[c] for c in token)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.token_bytes)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the vocabulary: equal for tokenizers that give equal ids."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    # Making one ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), at most `vocab_size` ids with the boundary.
+
+        Raises:
+            ValueError: `vocab_size` cannot hold the 256 bytes and the boundary token.
+        """
+        if vocab_size < 257:
+            raise ValueError(f"tokenizer.vocab_size={vocab_size} is too small; 256 bytes and the boundary need 257")
+        backend = Backend(BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[BOUNDARY],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend)
+
+    @classmethod
+    def bytes(cls) -> "Tokenizer":
+        """One id a byte of UTF-8, and the boundary: 257 ids for any text."""
+        return cls.train_bpe([], vocab_size=257)
+
+    @classmethod
+    def train_characters(cls, texts: Iterable[str]) -> "Tokenizer":
+        """One id a character of `texts`, in code-point order after the boundary. Others are refused by `encode`."""
+        found = set()
+        for text in texts:
+            found.update(text)
+        backend = Backend(WordLevel({BOUNDARY: 0} | {c: i for i, c in enumerate(sorted(found), start=1)}))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        backend.add_special_tokens([BOUNDARY])
+        return cls(backend)
+
+    # Storing it ------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """The tokenizer.json of the `tokenizers` library."""
+        return self.backend.to_str()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Tokenizer":
+        """Raises ValueError when `text` is not a tokenizer."""
+        try:
+            backend = Backend.from_str(text)
+        except Exception as error:
+            raise ValueError(f"not a tokenizer: {error}") from None
+        return cls(backend)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    # Using it --------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text, without boundary.
+
+        Raises:
+            ValueError: a character tokenizer does not know some of the characters (they are named).
+        """
+        self._check(text)
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_documents(self, texts: list[str]) -> Iterator[np.ndarray]:
+        """Ids of each text, on all cores."""
+        for text in texts:
+            self._check(text)
+        for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
+            yield np.asarray(encoding.ids, dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; boundaries vanish, bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: an id is outside the vocabulary.
+        """
+        return b"".join(map(self._bytes, ids)).decode("utf-8", "replace")
+
+    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of ids as they come, in whole characters; joined it equals `decode` of all."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for i in ids:
+            if text := decoder.decode(self._bytes(i)):
+                yield text
+        if text := decoder.decode(b"", final=True):
+            yield text
+
+    def _bytes(self, i: int) -> bytes:
+        if not 0 <= i < len(self.token_bytes):
+            raise ValueError(f"token id {i} is outside the vocabulary of {len(self.token_bytes)}")
+        return self.token_bytes[i]
+
+    def _check(self, text: str) -> None:
+        if self.characters and (unknown := sorted(set(text) - self.characters)):
+            shown = ", ".join(repr(c) for c in unknown[:10])
+            raise ValueError(f"the character tokenizer does not know {shown}; it knows those of its training text")

@@ -1,0 +1,189 @@
+"""Settings of training: optimizer, schedule, trainer, logging, callbacks; and the whole config of train.py."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from minitransformer.data.config import DataConfig, TokenizerConfig
+from minitransformer.model.config import ModelConfig, at_least, choose, fraction
+
+
+@dataclass
+class AdamWConfig:
+    """AdamW for every parameter (Loshchilov and Hutter 2019).
+
+    lr: peak learning rate. betas, eps: of the moments. weight_decay: on matrices only, decoupled.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise ValueError(f"optimizer.lr={self.lr} must be a finite number above 0")
+        for beta in self.betas:
+            fraction("optimizer.betas", beta)
+        at_least("optimizer.eps", self.eps, 0)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+
+
+@dataclass
+class MuonConfig(AdamWConfig):
+    """Muon for the hidden matrices (Jordan et al. 2024), AdamW for embedding, head, gains and biases.
+
+    lr: peak rate of the hidden matrices; adamw_lr: of the rest. momentum: of Muon, Nesterov's.
+    ns_steps: Newton-Schulz rounds in each orthogonalisation.
+    """
+
+    lr: float = 0.01
+    adamw_lr: float = 0.01
+    weight_decay: float = 0.0
+    momentum: float = 0.95
+    ns_steps: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.adamw_lr > 0 and math.isfinite(self.adamw_lr)):
+            raise ValueError(f"optimizer.adamw_lr={self.adamw_lr} must be a finite number above 0")
+        fraction("optimizer.momentum", self.momentum)
+        at_least("optimizer.ns_steps", self.ns_steps, 1)
+
+
+@dataclass
+class ScheduleConfig:
+    """warmup_steps: steps to rise to the peak rate. min_ratio: the last rate over the peak."""
+
+    warmup_steps: int = 10
+    min_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least("schedule.warmup_steps", self.warmup_steps, 0)
+        if not 0 <= self.min_ratio <= 1:
+            raise ValueError(f"schedule.min_ratio={self.min_ratio} is out of range; it must lie in [0, 1]")
+
+
+@dataclass
+class WSDConfig(ScheduleConfig):
+    """Warm-up, stable, linear decay (Hu et al. 2024, MiniCPM). decay_fraction: the part of all steps that decays."""
+
+    decay_fraction: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.decay_fraction <= 1:
+            raise ValueError(f"schedule.decay_fraction={self.decay_fraction} is out of range; it must lie in [0, 1]")
+
+
+@dataclass
+class CosineConfig(ScheduleConfig):
+    """Warm-up, then half a cosine to the end (Loshchilov and Hutter 2017)."""
+
+
+@dataclass
+class TrainerConfig:
+    """max_steps: optimizer steps. accumulate: micro-batches that a step's rows are cut into, which changes memory
+    and not the result. precision: auto (bf16-mixed on a GPU that has it, else 32) | 32 | bf16-mixed | bf16-true.
+    device: auto | cpu | cuda | mps. gradient_clip: largest norm of the gradient, 0 for none.
+    gradient_checkpointing: recompute blocks in the backward pass. val_every, log_every: in steps (validation also
+    runs at the end). threads: CPU threads for torch (None: torch decides).
+    """
+
+    max_steps: int = 1000
+    accumulate: int = 1
+    precision: str = "auto"
+    device: str = "auto"
+    gradient_clip: float = 1.0
+    gradient_checkpointing: bool = False
+    val_every: int = 100
+    log_every: int = 10
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "accumulate", "val_every", "log_every"):
+            at_least(f"trainer.{name}", getattr(self, name), 1)
+        if self.threads is not None:
+            at_least("trainer.threads", self.threads, 1)
+        at_least("trainer.gradient_clip", self.gradient_clip, 0)
+        choose("trainer.precision", self.precision, ("auto", "32", "bf16-mixed", "bf16-true"))
+        choose("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
+
+
+@dataclass
+class LoggerConfig:
+    """No metrics beyond the terminal (`logger=none`), and the base of the others."""
+
+
+@dataclass
+class CSVConfig(LoggerConfig):
+    """Metrics in `RUN/csv/version_N/metrics.csv`."""
+
+
+@dataclass
+class WandbConfig(LoggerConfig):
+    """Weights & Biases. mode: auto (online with a key, else offline) | online | offline | disabled."""
+
+    project: str = "minitransformer"
+    entity: str | None = None
+    mode: str = "auto"
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        choose("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
+
+
+@dataclass
+class CallbacksConfig:
+    """What happens beside training, counted in steps; 0 turns a thing off.
+
+    checkpoint_every, keep_checkpoints: write the whole state that often (always at the end) and keep the newest.
+    sample_every, sample_prompt, sample_tokens, sample_temperature: text shown as the model improves.
+    progress: the progress bar (in a terminal) or progress lines (elsewhere).
+    """
+
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 3
+    sample_every: int = 200
+    sample_prompt: str = ""
+    sample_tokens: int = 100
+    sample_temperature: float = 0.7
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "sample_every", "sample_temperature"):
+            at_least(f"callbacks.{name}", getattr(self, name), 0)
+        for name in ("keep_checkpoints", "sample_tokens"):
+            at_least(f"callbacks.{name}", getattr(self, name), 1)
+
+
+@dataclass
+class TrainConfig:
+    """The whole config of train.py.
+
+    name: of the run and its directory under `runs_dir` (None: the time of the start).
+    seed: of initialisation, dropout and the order of rows.
+    resume: None starts anew; `auto` continues the newest checkpoint of run `name` (None: of the newest run);
+        a path continues that run directory.
+    """
+
+    name: str | None = None
+    runs_dir: str = "runs"
+    seed: int = 0
+    resume: str | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: Any = field(default_factory=DataConfig)
+    tokenizer: Any = field(default_factory=TokenizerConfig)
+    optimizer: Any = field(default_factory=AdamWConfig)
+    schedule: Any = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: Any = field(default_factory=LoggerConfig)
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+        if self.trainer.accumulate > self.data.batch_size:
+            raise ValueError(
+                f"trainer.accumulate={self.trainer.accumulate} is more than the data.batch_size="
+                f"{self.data.batch_size} rows of a step"
+            )

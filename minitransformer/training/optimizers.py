@@ -1,0 +1,115 @@
+"""Optimizers: Muon for the hidden matrices with AdamW for the rest, and AdamW alone."""
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from minitransformer.model.transformer import Transformer
+from minitransformer.training.config import AdamWConfig, MuonConfig
+
+# Newton-Schulz coefficients of Jordan et al. 2024: singular values go to about 1 in five rounds.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Bring all singular values near 1: (..., m, n) -> (..., m, n) (Jordan et al. 2024).
+
+    Runs in bf16 on a GPU and in fp32 on a CPU, whichever is fast there.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised, for groups with `matrix=True`; AdamW for the others, fused, in one optimizer.
+
+    A matrix moves by lr * 0.2 * sqrt(max(m, n)) times a nearly orthogonal matrix, which is as large as a typical
+    AdamW step, so both kinds of group take rates of one scale (Jordan et al. 2024; Liu et al. 2025). Weight decay
+    is decoupled (Loshchilov and Hutter 2019).
+    """
+
+    def __init__(self, params, lr: float, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, momentum=0.95, ns_steps=5):
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum)
+        super().__init__(params, defaults | dict(ns_steps=ns_steps, matrix=False))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            (self._step_matrices if group["matrix"] else self._step_adamw)(group, params)
+        return loss
+
+    def _step_matrices(self, group: dict, params: list[Tensor]) -> None:
+        for p in params:
+            state = self.state[p]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+            momentum = state["momentum"].lerp_(p.grad, 1 - group["momentum"])
+            update = orthogonalize(p.grad.lerp(momentum, group["momentum"]), group["ns_steps"])  # Nesterov
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5)
+
+    def _step_adamw(self, group: dict, params: list[Tensor]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = dict(
+                    step=torch.zeros((), dtype=torch.float32, device=p.device),
+                    exp_avg=torch.zeros_like(p),
+                    exp_avg_sq=torch.zeros_like(p),
+                )
+        states = [self.state[p] for p in params]
+        adamw(
+            params,
+            [p.grad for p in params],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def make_optimizer(config: AdamWConfig, model: Transformer) -> torch.optim.Optimizer:
+    """The optimizer that `config` names, each parameter in exactly one group, its peak rate in `peak_lr`.
+
+    Weight decay acts on matrices only. Muon takes the matrices inside the blocks.
+    """
+    hidden = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if id(p) in hidden]
+    others = [p for p in parameters if id(p) not in hidden and p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    if isinstance(config, MuonConfig):
+        groups = [
+            dict(params=matrices, lr=config.lr, weight_decay=config.weight_decay, matrix=True),
+            dict(params=others, lr=config.adamw_lr, weight_decay=config.weight_decay),
+            dict(params=vectors, lr=config.adamw_lr, weight_decay=0.0),
+        ]
+    else:
+        groups = [
+            dict(params=matrices + others, lr=config.lr, weight_decay=config.weight_decay),
+            dict(params=vectors, lr=config.lr, weight_decay=0.0),
+        ]
+    groups = [group | {"peak_lr": group["lr"]} for group in groups if group["params"]]
+    settings = dict(lr=config.lr, betas=tuple(config.betas), eps=config.eps)
+    if isinstance(config, MuonConfig):
+        return Muon(groups, **settings, momentum=config.momentum, ns_steps=config.ns_steps)
+    return torch.optim.AdamW(groups, **settings, fused=True)

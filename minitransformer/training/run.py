@@ -1,0 +1,267 @@
+"""What train.py does, from the typed config to the finished run directory."""
+
+import contextlib
+import logging
+import os
+import platform
+import shlex
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import CSVLogger, Logger
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from minitransformer.checkpoint import (
+    HEADER,
+    MODEL_FILE,
+    CheckpointError,
+    atomic_write,
+    describe,
+    latest_run,
+    new_run,
+    newest_readable,
+    point_latest,
+)
+from minitransformer.data.datamodule import TextData
+from minitransformer.device import choose_device, choose_precision
+from minitransformer.model.config import ModelConfig
+from minitransformer.model.cost import parameter_count
+from minitransformer.model.transformer import Transformer
+from minitransformer.training.callbacks import AtomicCheckpointIO, Bar, Checkpointer, Interrupted, Sampler
+from minitransformer.training.config import CSVConfig, MuonConfig, TrainConfig, WandbConfig
+from minitransformer.training.module import LanguageModel
+
+
+def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path | None = None) -> float | None:
+    """Train as `config` says and return the final validation loss in nats per token.
+
+    Args:
+        command: how the user started this, for the commands that are printed.
+        sweep_dir: the directory of this job when it is one of a sweep.
+
+    Raises:
+        ValueError: the config or the data are wrong; nothing was written then.
+        Interrupted: a signal stopped it, after the state was saved.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    _quiet()
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    device = choose_device(config.trainer.device)
+    precision = choose_precision(config.trainer.precision, device)
+    run, saved = _resume(config, console)
+
+    data = TextData(config.data, config.tokenizer, config.model.max_seq_len, config.seed)
+    with console.status("reading the data"):
+        data.prepare(say=console.print)
+    model_config = _with_vocabulary(config.model, data.tokenizer.vocab_size)
+    if saved is not None:
+        _check_same(saved, describe(model_config, data.tokenizer), run)
+        step = saved["global_step"]
+        if step >= config.trainer.max_steps:
+            console.print(f"{run} is already trained: {step} of trainer.max_steps={config.trainer.max_steps} steps")
+            return None
+        console.print(f"resuming {run} after step {step}")
+
+    pl.seed_everything(config.seed, verbose=False)
+    model = Transformer(model_config)
+    if run is None:
+        Sampler(Path(), config.callbacks, console, model, data.tokenizer)  # refuses a wrong prompt before work
+        if sweep_dir is not None:
+            run = new_run(sweep_dir.parent, sweep_dir.name)
+        else:
+            run = new_run(Path(config.runs_dir), config.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+        with atomic_write(run / "config.yaml") as file:
+            file.write(OmegaConf.to_yaml(asdict(config)).encode())
+        with atomic_write(run / "tokenizer.json") as file:
+            file.write(data.tokenizer.to_json().encode())
+    point_latest(run, Path(config.runs_dir))
+    logger, logging_line = make_logger(config, run)
+    summary(console, config, run, model_config, data, device, precision, logging_line)
+
+    module = LanguageModel(
+        model, data.tokenizer, config.optimizer, config.schedule, config.trainer, data.validation.n_bytes
+    )
+    callbacks: list[pl.Callback] = [Checkpointer(run, config.callbacks, console)]
+    if config.callbacks.sample_every:
+        callbacks.insert(0, Sampler(run, config.callbacks, console, model, data.tokenizer))
+    if config.callbacks.progress:
+        callbacks.insert(0, Bar(console, config.trainer.log_every))
+    trainer = pl.Trainer(
+        accelerator="gpu" if device.type == "cuda" else device.type,
+        devices=1,
+        precision=precision,
+        max_steps=config.trainer.max_steps,
+        max_epochs=-1,
+        val_check_interval=config.trainer.val_every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        limit_val_batches=1.0,
+        logger=logger,
+        callbacks=callbacks,
+        plugins=[AtomicCheckpointIO()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=run,
+    )
+    start = time.perf_counter()
+    try:
+        # `saved` was read by us; Lightning reads the file again in its own order.
+        trainer.fit(module, data, ckpt_path=saved["path"] if saved else None, weights_only=True)
+        if config.trainer.max_steps % config.trainer.val_every:
+            trainer.validate(module, data, verbose=False)
+    except Interrupted as stopped:
+        console.print(f"\n{stopped}; everything is in {run}")
+        console.print(f"go on with: {command} resume={shlex.quote(str(run))}", style="bold")
+        raise
+    finally:
+        _finish(logger)
+    _closing(console, run, module, time.perf_counter() - start)
+    return module.metrics["val/loss"]
+
+
+def _quiet() -> None:
+    """Lightning advises about things that are decided here (workers, checkpoints, its own tips)."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", message=".*isinstance.*LeafSpec.*")
+
+
+def _resume(config: TrainConfig, console: Console) -> tuple[Path | None, dict | None]:
+    """The run directory to go on in and its newest checkpoint, which has gained its own `path`."""
+    if config.resume is None:
+        return None, None
+    if config.resume == "auto":
+        if config.name is None:
+            run = latest_run(Path(config.runs_dir))
+        elif not (run := Path(config.runs_dir) / config.name).is_dir():
+            return None, None
+    else:
+        run = Path(config.resume)
+        if not run.is_dir():
+            raise CheckpointError(f"resume={run} is not a run directory (looked in {Path.cwd()})")
+    found = newest_readable(run, console.print)
+    if found is None:
+        if config.resume == "auto":
+            console.print(f"{run} holds no checkpoint yet; starting from the beginning")
+            return run, None
+        raise CheckpointError(f"resume={run} holds no checkpoint")
+    path, saved = found
+    return run, saved | {"path": path}
+
+
+def _with_vocabulary(config: ModelConfig, tokens: int) -> ModelConfig:
+    """The config with the tokenizer's size; a larger `model.vocab_size` stays, as padding of the embedding."""
+    if config.vocab_size is not None and config.vocab_size < tokens:
+        raise ValueError(f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {tokens} ids")
+    return ModelConfig.from_dict(asdict(config) | {"vocab_size": config.vocab_size or tokens})
+
+
+def _check_same(saved: dict, now: dict, run: Path) -> None:
+    """Refuse to resume with another model or tokenizer, naming the first difference."""
+    import json
+
+    old, new = json.loads(saved[HEADER]["model"]), json.loads(now["model"])
+    for name in new:
+        if old.get(name) != new[name]:
+            raise ValueError(f"cannot resume {run}: it was trained with model.{name}={old.get(name)}, not {new[name]}")
+    if saved[HEADER]["tokenizer"] != now["tokenizer"]:
+        raise ValueError(f"cannot resume {run}: it was trained with another tokenizer or other text")
+
+
+def make_logger(config: TrainConfig, run: Path) -> tuple[Logger | bool, str]:
+    """The Lightning logger, and a line that says where metrics go."""
+    if isinstance(config.logger, CSVConfig):
+        logger = CSVLogger(run, name="csv")
+        return logger, f"csv in {logger.log_dir}"
+    if not isinstance(config.logger, WandbConfig):
+        return False, "none"
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
+
+    mode = config.logger.mode
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+    name = run.name if config.name is None or run.name == config.name else f"{config.name}-{run.name}"
+    logger = WandbLogger(
+        name=name,
+        id=name,
+        project=config.logger.project,
+        entity=config.logger.entity,
+        tags=config.logger.tags,
+        save_dir=run,
+        mode=mode,
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+    logger.experiment.config.update(asdict(config), allow_val_change=True)
+    folder = Path(os.path.relpath(logger.experiment.dir)).parent
+    lines = {
+        "online": f"wandb online: {logger.experiment.url}",
+        "offline": f"wandb offline (no key found); upload with: wandb sync {shlex.quote(str(folder))}",
+    }
+    return logger, lines.get(mode, f"wandb {mode}")
+
+
+def _finish(logger: Logger | bool) -> None:
+    if logger and hasattr(logger, "experiment") and hasattr(logger.experiment, "finish"):
+        with contextlib.suppress(Exception):  # the run itself is saved; its upload may fail
+            logger.experiment.finish()
+
+
+def summary(console, config, run, model_config, data, device, precision, logging_line) -> None:
+    """Say what is about to be trained, on what, and where it will lie."""
+    train, held_out, rows = data.train, data.validation, data.train_rows
+    steps, batch = config.trainer.max_steps, config.data.batch_size
+    tokens = int(train.lengths.sum())
+    per_step = batch * data.row_length * data.efficiency
+    kind = type(config.data).__name__.removesuffix("Config").lower()
+    optimizer = f"muon lr {config.optimizer.lr:g}, adamw lr {config.optimizer.adamw_lr:g}"
+    if not isinstance(config.optimizer, MuonConfig):
+        optimizer = f"adamw lr {config.optimizer.lr:g}"
+    hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    skipped = f", {data.skipped} blank ones skipped" if data.skipped else ""
+    for name, value in {
+        "run": str(run),
+        "model": f"{parameter_count(model_config):,} parameters: {model_config.n_layers} layers, "
+        f"d_model {model_config.d_model}, {model_config.n_heads} heads, {model_config.position} positions",
+        "data": f"{kind}: {len(train.lengths):,} documents, {train.n_bytes:,} bytes{skipped}; "
+        f"{len(held_out.lengths):,} documents, {held_out.n_bytes:,} bytes held out",
+        "tokens": f"{tokens:,} of {config.tokenizer.kind} with a vocabulary of {data.tokenizer.vocab_size:,}, "
+        f"{train.n_bytes / tokens:.2f} bytes each",
+        "rows": f"{len(rows):,} of {data.row_length} tokens, {data.efficiency:.1%} filled",
+        "training": f"{steps:,} steps of {batch} rows, {per_step * steps:,.0f} tokens, "
+        f"{steps * batch / len(rows):.1f} epochs; {optimizer}",
+        "device": f"{device.type} ({hardware}), precision {precision}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
+        "logging": logging_line,
+    }.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _closing(console: Console, run: Path, module: LanguageModel, seconds: float) -> None:
+    metrics = module.metrics
+    console.print()
+    console.print(
+        f"validation loss {metrics['val/loss']:.4f}, {metrics['val/bits_per_byte']:.4f} bits per byte, "
+        f"after {module.tokens_seen:,} tokens in {module.seconds:.0f} s of stepping ({seconds:.0f} s in all)",
+        style="bold green",
+    )
+    console.print(f"  {run / MODEL_FILE}   the model, its config and its tokenizer")
+    console.print(f"  {run / 'checkpoints'}   to resume from;  {run / 'samples.txt'}   the samples")
+    generate = "python generate.py" if sys.argv[0].endswith(".py") else "minitransformer-generate"
+    console.print(f'generate from it:  {generate} checkpoint={shlex.quote(str(run))} prompt=""', style="bold")
