@@ -6,7 +6,8 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -102,55 +103,64 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
         ConfigStore.instance().store(group="schema", name=schema, node=node)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of being printed by Hydra
 
+    failures: list[Exception] = []
+
     @hydra.main(version_base="1.3", config_path=str(config_dir().absolute()), config_name=name)
     def task(composed: Any) -> Any:
-        return job(OmegaConf.to_object(composed), HydraConfig.get())
+        try:
+            refuse_unknown(composed, name)
+            return job(OmegaConf.to_object(composed), HydraConfig.get())
+        except Exception as error:  # kept from Hydra, which would print more than a line; a sweep goes on
+            failures.append(error)
 
     try:
         task()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except Exception as error:
-        line = explain(error, name)
-        if line is None:
-            raise
+        failures.append(error)
+    for error in failures:
+        if (line := explain(error, name)) is None:
+            raise error
         print(f"error: {line}", file=sys.stderr)
+    if failures:
         sys.exit(1)
+
+
+def refuse_unknown(config: Any, name: str, prefix: str = "") -> None:
+    """Raise ValueError for a key that `+KEY=VALUE` added beside those of the dataclasses."""
+    from omegaconf import DictConfig, OmegaConf
+
+    known = {field.name for field in fields(OmegaConf.get_type(config))}
+    for key in config:
+        if key not in known:
+            raise ValueError(unknown_key(f"{prefix}{key}", name))
+        node = config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none():
+            refuse_unknown(node, name, f"{prefix}{key}.")
 
 
 def explain(error: Exception, name: str) -> str | None:
     """One line for a mistake of the user's; None for a fault of ours, which deserves its traceback."""
-    from hydra.errors import HydraException, MissingConfigException
+    from hydra.errors import HydraException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
 
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        text = str(error)
-        if isinstance(error, MissingConfigException) or "Could not find" in text or "In '" in text:
-            if choice := re.search(r"Could not find '([\w/.-]+)'", text):
-                group, _, wrong = choice[1].rpartition("/")
-                return f"{group}={wrong} is not known; choose one of {', '.join(options(group))}"
-        if wrong := re.search(r"Could not override '([^']+)'", text) or re.search(r"[Kk]ey '([^']+)' (?:is )?not in", text):
-            return unknown_key(_full_key(error) or wrong[1], name)
-        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-        key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
-        return f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
-    if isinstance(error, ValueError):
-        return " ".join(str(error).split("\n"))
-    return None
-
-
-def _full_key(error: BaseException) -> str | None:
-    for e in (error, error.__cause__):
-        if found := re.search(r"Could not override '([^']+)'", str(e)):
-            return found[1]
-        if found := re.search(r"full_key: (\S+)", str(e)):
-            return found[1]
-    return None
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return " ".join(str(error).split()) if isinstance(error, ValueError) else None
+    # Hydra and OmegaConf tell mistakes apart by their words alone; the cause names the full key.
+    if isinstance(error, OverrideParseException):
+        return f"cannot read the override {error.override!r}; write SETTING=VALUE, lists as [a,b], odd values in quotes"
+    text = f"{error}\n{error.__cause__ or ''}"
+    if found := re.search(r"Could not find '([\w/]+)/([^'/]+)'", text):
+        return f"{found[1]}={found[2]} is not known; choose one of {', '.join(options(found[1]))}"
+    if found := re.search(r"Could not override '([^']+)'|[Kk]ey '([^']+)' (?:is )?not in", text):
+        return unknown_key(found[1] or found[2], name)
+    lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+    key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
+    if "is not a ListConfig" in lines[0]:
+        return f"{key} takes a list, such as {key}=[a,b]"
+    return f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
 
 
 def unknown_key(key: str, name: str) -> str:
@@ -176,7 +186,8 @@ def _compose(name: str) -> Any:
         return compose(name, groups)
 
 
-def _leaves(config: Any, prefix: str = "") -> Any:
+def _leaves(config: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all settings."""
     from omegaconf import DictConfig
 
     for key in config:

@@ -132,7 +132,9 @@ def read_text(path: str) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from None
     if _blank(text):
-        raise ValueError(f"{path} holds no text: {len(data)} bytes, all of them white space" if data else f"{path} is empty")
+        raise ValueError(
+            f"{path} holds no text: {len(data)} bytes, all of them white space" if data else f"{path} is empty"
+        )
     return text
 
 

@@ -21,9 +21,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(drop, float("-inf"))
 
 
-def sample(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generators: list[torch.Generator]
-) -> Tensor:
+def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generators: list[torch.Generator]) -> Tensor:
     """Draw one token a row, (B, V) -> (B,), each row from its own generator, so that rows do not disturb each other."""
     if temperature == 0:
         return logits.argmax(-1)

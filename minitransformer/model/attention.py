@@ -106,9 +106,7 @@ class MultiHeadAttention(nn.Module):
         self.n_heads, self.n_kv_heads, self.d_head = config.n_heads, config.kv_heads, config.head_width
         self.kernel = config.attention.kernel
         self.dropout = config.dropout
-        self.qkv = nn.Linear(
-            config.d_model, (self.n_heads + 2 * self.n_kv_heads) * self.d_head, bias=config.bias
-        )
+        self.qkv = nn.Linear(config.d_model, (self.n_heads + 2 * self.n_kv_heads) * self.d_head, bias=config.bias)
         self.output = nn.Linear(self.n_heads * self.d_head, config.d_model, bias=config.bias)
         self.qk_norm = config.attention.qk_norm
 

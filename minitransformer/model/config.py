@@ -107,9 +107,7 @@ class ModelConfig:
                 f"each key and value head serves the same number of query heads"
             )
         if self.position == "rotary" and self.head_width % 2:
-            raise ValueError(
-                f"model.d_head={self.head_width} is odd; model.position=rotary turns pairs of dimensions"
-            )
+            raise ValueError(f"model.d_head={self.head_width} is odd; model.position=rotary turns pairs of dimensions")
         if self.position == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"model.d_model={self.d_model} is odd; model.position=sinusoidal needs an even width")
 

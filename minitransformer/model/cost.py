@@ -12,11 +12,7 @@ def parameter_count(config: ModelConfig) -> int:
     ff_in = config.ff_width * (2 if config.activation == "swiglu" else 1)
     norm = d * (2 if config.norm == "layernorm" and config.bias else 1)
     block = (
-        (d + bias) * qkv_out
-        + (attention_out + bias) * d
-        + (d + bias) * ff_in
-        + (config.ff_width + bias) * d
-        + 2 * norm
+        (d + bias) * qkv_out + (attention_out + bias) * d + (d + bias) * ff_in + (config.ff_width + bias) * d + 2 * norm
     )
     embeddings = config.vocab_size * d * (1 if config.tie_embeddings else 2)
     learned = config.max_seq_len * d if config.position == "learned" else 0

@@ -23,6 +23,8 @@ class AdamWConfig:
     def __post_init__(self) -> None:
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ValueError(f"optimizer.lr={self.lr} must be a finite number above 0")
+        if len(self.betas) != 2:
+            raise ValueError(f"optimizer.betas={list(self.betas)} must be two numbers")
         for beta in self.betas:
             fraction("optimizer.betas", beta)
         at_least("optimizer.eps", self.eps, 0)
@@ -182,6 +184,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
+        for name, base in (("data", DataConfig), ("schedule", ScheduleConfig)):
+            if type(getattr(self, name)) is base:
+                raise ValueError(f"{name} is not chosen; see --help for the choices")
         if self.trainer.accumulate > self.data.batch_size:
             raise ValueError(
                 f"trainer.accumulate={self.trainer.accumulate} is more than the data.batch_size="

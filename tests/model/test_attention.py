@@ -1,0 +1,199 @@
+"""Kernels, encodings and caches agree with each other and with references from outside."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitransformer import ModelConfig, Transformer, scaled_dot_product_attention, sinusoidal_encoding
+from minitransformer.model.attention import attend
+from minitransformer.model.config import KERNELS, POSITIONS, AttentionConfig
+from minitransformer.model.masks import Visibility, causal, documents
+
+HEADS = [dict(n_heads=4), dict(n_heads=4, n_kv_heads=2), dict(n_heads=4, n_kv_heads=1), dict(n_heads=2, d_head=12)]
+
+
+def make(position="rotary", kernel="auto", seed=0, **settings) -> Transformer:
+    torch.manual_seed(seed)
+    settings = dict(vocab_size=50, d_model=32, n_layers=2, n_heads=4, max_seq_len=64) | settings
+    attention = AttentionConfig(kernel=kernel, qk_norm=settings.pop("qk_norm", False))
+    model = Transformer(ModelConfig(position=position, attention=attention, **settings)).eval()
+    with torch.no_grad():  # zero output matrices would hide what attention does
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, -1, -1], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
+
+
+def test_textbook_example():
+    """Scores 0, 6, 0, 0, 9 of "flies" in "time flies like an arrow", d_k = 4."""
+    query = torch.tensor([[1.0, 0, 0, 0]])
+    key = torch.tensor([0.0, 6, 0, 0, 9])[:, None] * query
+    _, weights = scaled_dot_product_attention(query, key, torch.eye(5))
+    assert [f"{w:.2f}" for w in weights[0]] == ["0.01", "0.18", "0.01", "0.01", "0.80"]
+
+
+def test_equation_in_float64_loops():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 5, 4, dtype=torch.float64)
+    bias, mask = torch.randn(5, 5, dtype=torch.float64), torch.rand(5, 5) < 0.6
+    mask[2] = False  # sees nothing
+    output, weights = scaled_dot_product_attention(q, k, v, mask, bias)
+    for i in range(5):
+        scores = {j: math.exp(sum(q[i] * k[j]).item() / 2 + bias[i, j].item()) for j in range(5) if mask[i, j]}
+        expected = sum((s / sum(scores.values()) * v[j] for j, s in scores.items()), torch.zeros(4))
+        torch.testing.assert_close(output[i], expected.double(), atol=1e-6, rtol=1e-5)
+    assert output[2].eq(0).all()
+    assert weights[2].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_that_see_nothing_give_zero_and_finite_gradients(kernel, dtype):
+    positions = torch.tensor([[-1, -1, 0, 1], [-1, -1, -1, -1]])
+    q, k, v = (torch.randn(2, 2, 4, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    output, _ = attend(q, k, v, Visibility(positions, 4), kernel=kernel)
+    assert output.transpose(1, 2)[positions < 0].eq(0).all()
+    output.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_multi_head_attention_equals_torch():
+    model = make("none", n_heads=4)
+    ours = model.blocks[0].attention
+    theirs = torch.nn.MultiheadAttention(32, 4, bias=False, batch_first=True)
+    theirs.load_state_dict({"in_proj_weight": ours.qkv.weight, "out_proj.weight": ours.output.weight})
+    x = torch.randn(2, 9, 32)
+    hidden = torch.ones(9, 9).triu(1).bool()
+    expected, expected_weights = theirs(x, x, x, attn_mask=hidden, average_attn_weights=False)
+    output, weights = ours(x, Visibility(torch.arange(9)[None], 9), return_weights=True)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(weights.expand_as(expected_weights), expected_weights, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(("position", "qk_norm"), itertools.product(POSITIONS, (False, True)))
+def test_every_way_to_compute_gives_the_same_logits(position, heads, qk_norm):
+    """Kernels, caches, chunks, batches and packed rows, against the reference kernel without a cache."""
+    truth = make(position, "reference", qk_norm=qk_norm, **heads)
+    tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(1))
+    expected, packed = truth(tokens), truth(tokens, positions=PACKED)
+    for kernel in KERNELS:
+        model = make(position, kernel, qk_norm=qk_norm, **heads)
+
+        def same(a, b, model=model):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+        same(model(tokens), expected)
+        same(model(tokens, positions=torch.arange(12).expand(2, 12)), expected)
+        same(model(tokens, positions=PACKED)[PACKED >= 0], packed[PACKED >= 0])
+        for row, start, end in ((0, 0, 5), (0, 5, 8), (0, 8, 10), (1, 0, 12)):  # each document alone
+            same(packed[row, start:end], model(tokens[row : row + 1, start:end])[0])
+        for chunks in ([12], [5, 7], [1] * 12, [3, 1, 8]):
+            cache = model.new_cache(2)
+            same(torch.cat([model(part, cache=cache) for part in tokens.split(chunks, dim=1)], dim=1), expected)
+            assert cache.length == 12
+            cache = model.new_cache(2, 12)
+            parts = zip(tokens.split(chunks, dim=1), PACKED.split(chunks, dim=1), strict=True)
+            logits = torch.cat([model(part, positions=at, cache=cache) for part, at in parts], dim=1)
+            same(logits[PACKED >= 0], packed[PACKED >= 0])
+        # A shorter prompt, padded on the left, then five more tokens.
+        positions = torch.stack((torch.arange(7), torch.arange(7) - 3)).clamp(min=-1)
+        rows = torch.stack((tokens[0, :7], torch.cat((tokens[1, 9:], tokens[1, :4]))))
+        cache = model.new_cache(2)
+        logits = [model(rows, positions=positions, cache=cache)]
+        logits += [model(torch.stack((tokens[0, 7 + i], tokens[1, 4 + i]))[:, None], cache=cache) for i in range(5)]
+        logits = torch.cat(logits, dim=1)
+        same(logits[0], expected[0])
+        same(logits[1, 3:], expected[1, :9])
+        output, weights = model(tokens, positions=PACKED, return_attention=True)
+        same(output[PACKED >= 0], packed[PACKED >= 0])
+        for layer in weights:
+            torch.testing.assert_close(
+                layer.sum(-1), (PACKED >= 0).float()[:, None].expand(-1, truth.config.n_heads, -1)
+            )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_gradients_agree_between_kernels(position, checkpointing):
+    tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for kernel in ("reference", "sdpa"):
+        model = make(position, kernel, qk_norm=True).train()
+        model.gradient_checkpointing = checkpointing and kernel == "sdpa"
+        logits = model(tokens, positions=PACKED)[PACKED >= 0]
+        F.cross_entropy(logits, tokens[PACKED >= 0]).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_slices_by_document_are_used_and_equal_one_mask():
+    """Documents long enough for slicing: the same output and gradients as a dense mask."""
+    positions = torch.cat([torch.arange(n) for n in (40, 60, 80, 20)] + [torch.full((56,), -1), torch.arange(256)])
+    positions = positions.view(2, 256)
+    visibility = Visibility(positions, 256)
+    assert visibility.slices == [
+        (1, 40, True),
+        (1, 60, True),
+        (1, 80, True),
+        (1, 20, True),
+        (1, 56, False),
+        (1, 256, True),
+    ]
+    torch.manual_seed(0)
+    results = []
+    qkv = torch.randn(3, 2, 4, 256, 16)
+    for kernel in ("reference", "sdpa"):
+        q, k, v = (x.clone().requires_grad_() for x in qkv)
+        output, _ = attend(q, k, v, visibility, kernel=kernel)
+        (output * torch.arange(16)).sum().backward()
+        results.append((output, q.grad, k.grad, v.grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_masks_compose_and_documents_are_counted():
+    q, k = torch.arange(5)[:, None], torch.arange(5)[None]
+    window = type(causal)(lambda q, k: q - k < 2)
+    assert (causal & window)(q, k).sum(-1).tolist() == [1, 2, 2, 2, 2]
+    assert (causal | window)(q, k).all()
+    assert documents(torch.tensor([[0, 1, 0, 0, 1, -1]])).tolist() == [[1, 1, 2, 3, 3, -1]]
+
+
+def test_sinusoidal_values():
+    torch.testing.assert_close(
+        sinusoidal_encoding(2, 4)[1], torch.tensor([0.84147, 0.54030, 0.0100, 0.99995]), atol=1e-5, rtol=0
+    )
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    model = make("rotary")
+    from minitransformer.model.positions import rotate
+
+    q, k = torch.randn(2, 1, 1, 1, 8)
+    at = lambda p: model.position.rotation(torch.tensor([[p]]))  # noqa: E731
+    scores = [(rotate(q, at(p + 3)) * rotate(k, at(p))).sum().item() for p in (0, 7, 50)]
+    assert max(scores) - min(scores) < 1e-5
+    assert abs(scores[0] - (q * k).sum().item()) > 1e-3
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "learned", "rotary"])
+def test_too_long_names_both_numbers(position):
+    with pytest.raises(ValueError, match=r"65 tokens.*max_seq_len=64"):
+        make(position)(torch.zeros(1, 65, dtype=torch.long))
+
+
+def test_shapes_that_disagree():
+    with pytest.raises(ValueError, match=r"\(2, 3\).*\(1, 3\)"):
+        make()(torch.zeros(1, 3, dtype=torch.long), positions=torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="batch, time"):
+        make()(torch.zeros(3, dtype=torch.long))
+    cache = make().new_cache(1, 4)
+    with pytest.raises(ValueError, match="holds 4 tokens; 0 \\+ 5"):
+        make()(torch.zeros(1, 5, dtype=torch.long), cache=cache)

@@ -1,0 +1,160 @@
+"""The model against `transformers`, its initialisation and its size."""
+
+import pytest
+import torch
+
+from minitransformer import ModelConfig, Transformer
+from minitransformer.model.config import ACTIVATIONS, INITS, NORMS, POSITIONS, AttentionConfig
+from minitransformer.model.cost import parameter_count
+
+
+@torch.no_grad()
+def test_logits_equal_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    settings = dict(n_embd=32, n_layer=2, n_head=4, n_positions=16, vocab_size=40, initializer_range=0.2)
+    theirs = GPT2LMHeadModel(GPT2Config(**settings)).eval()
+    for name, p in theirs.named_parameters():
+        if name.endswith("bias"):
+            p.normal_(std=0.2)
+    ours = Transformer(
+        ModelConfig(
+            vocab_size=40, d_model=32, n_layers=2, n_heads=4, max_seq_len=16, position="learned", norm="layernorm",
+            activation="gelu_tanh", bias=True, tie_embeddings=True, init="gpt2",
+        )
+    ).eval()  # fmt: skip
+    ours.embedding.weight.copy_(theirs.transformer.wte.weight)
+    ours.position.embedding.weight.copy_(theirs.transformer.wpe.weight)
+    pairs = [(ours.norm, theirs.transformer.ln_f)]
+    for mine, their in zip(ours.blocks, theirs.transformer.h, strict=True):
+        pairs += [
+            (mine.attention_norm, their.ln_1), (mine.feed_forward_norm, their.ln_2),
+            (mine.attention.qkv, their.attn.c_attn), (mine.attention.output, their.attn.c_proj),
+            (mine.feed_forward.input, their.mlp.c_fc), (mine.feed_forward.output, their.mlp.c_proj),
+        ]  # fmt: skip
+    for mine, their in pairs:
+        mine.weight.copy_(their.weight.T if their.weight.ndim == 2 else their.weight)
+        mine.bias.copy_(their.bias)
+    tokens = torch.randint(40, (3, 16))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
+def test_logits_equal_llama(n_kv_heads):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    settings = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=40)
+    theirs = LlamaForCausalLM(LlamaConfig(num_key_value_heads=n_kv_heads, initializer_range=0.2, **settings)).eval()
+    ours = Transformer(
+        ModelConfig(
+            vocab_size=40, d_model=32, n_layers=2, n_heads=4, n_kv_heads=n_kv_heads, d_ff=48, max_seq_len=16,
+            activation="swiglu",
+        )
+    ).eval()  # fmt: skip
+
+    def pair_up(weight):  # theirs turns dimension i with i + D/2, ours 2i with 2i + 1
+        return weight.view(-1, 2, 4, 32).transpose(1, 2).reshape(weight.shape)
+
+    ours.embedding.weight.copy_(theirs.model.embed_tokens.weight)
+    ours.head.weight.copy_(theirs.lm_head.weight)
+    for mine, their in zip(ours.blocks, theirs.model.layers, strict=True):
+        a, m = their.self_attn, their.mlp
+        q, k, v = pair_up(a.q_proj.weight), pair_up(a.k_proj.weight), a.v_proj.weight
+        mine.attention.qkv.weight.copy_(torch.cat((q, k, v)))
+        mine.attention.output.weight.copy_(a.o_proj.weight)
+        mine.feed_forward.input.weight.copy_(torch.cat((m.gate_proj.weight, m.up_proj.weight)))
+        mine.feed_forward.output.weight.copy_(m.down_proj.weight)
+    tokens = torch.randint(40, (3, 16))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, dict(bias=True), dict(norm="layernorm"), dict(norm="layernorm", bias=True), dict(tie_embeddings=True),
+    dict(position="learned"), dict(activation="swiglu", bias=True), dict(n_kv_heads=2, d_head=24), dict(d_ff=100),
+], ids=str)  # fmt: skip
+def test_parameter_count_is_exact(settings):
+    config = ModelConfig(vocab_size=61, d_model=48, n_layers=3, n_heads=4, max_seq_len=20, **settings)
+    assert parameter_count(config) == sum(p.numel() for p in Transformer(config).parameters())
+
+
+def test_gpt2_preset_has_its_published_size():
+    config = ModelConfig(
+        vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_seq_len=1024, position="learned", norm="layernorm",
+        activation="gelu_tanh", bias=True, tie_embeddings=True,
+    )  # fmt: skip
+    assert parameter_count(config) == 124_439_808
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("tie", [False, True])
+def test_initial_loss_is_that_of_a_uniform_guess(init, tie):
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=100, d_model=64, n_layers=2, n_heads=4, init=init, tie_embeddings=tie, max_seq_len=32
+    )
+    tokens = torch.randint(100, (8, 33))
+    logits = Transformer(config)(tokens[:, :-1])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert abs(loss.item() - 4.605) < 0.1
+
+
+def test_gpt2_initialisation_scales_residual_matrices_by_depth():
+    torch.manual_seed(0)
+    model = Transformer(
+        ModelConfig(vocab_size=100, d_model=256, n_layers=8, n_heads=4, init="gpt2", tie_embeddings=True)
+    )
+    assert model.blocks[0].attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert model.blocks[0].feed_forward.output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+
+
+def test_dropout_acts_in_training_only_and_survives_checkpointing():
+    config = ModelConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=4, dropout=0.2, max_seq_len=16, init="gpt2")
+    torch.manual_seed(0)
+    model = Transformer(config)
+    tokens = torch.randint(50, (2, 16))
+    assert not torch.equal(model(tokens), model(tokens))
+    gradients = []
+    for model.gradient_checkpointing in (False, True):
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(tokens).square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    (dict(d_model=30, n_heads=4), ["d_model=30", "n_heads=4"]),
+    (dict(n_kv_heads=3), ["n_heads=4", "n_kv_heads=3"]),
+    (dict(position="magic"), ["model.position", *POSITIONS]),
+    (dict(norm="magic"), ["model.norm", *NORMS]),
+    (dict(activation="magic"), ["model.activation", *ACTIVATIONS]),
+    (dict(init="magic"), ["model.init", *INITS]),
+    (dict(attention=AttentionConfig(kernel="magic")), ["model.attention.kernel", "sdpa"]),
+    (dict(d_head=7), ["d_head=7"]), (dict(n_layers=0), ["n_layers=0"]), (dict(dropout=1.0), ["dropout=1.0"]),
+    (dict(dropout=float("nan")), ["dropout"]), (dict(logit_soft_cap=-1), ["logit_soft_cap"]),
+], ids=str)  # fmt: skip
+def test_wrong_settings_are_named(settings, words):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        ModelConfig(**dict(d_model=64, n_heads=4) | settings)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_config_survives_plain_values_and_refuses_unknown_ones():
+    from dataclasses import asdict
+
+    config = ModelConfig(vocab_size=9, attention=AttentionConfig(qk_norm=True))
+    assert ModelConfig.from_dict(asdict(config)) == config
+    with pytest.raises(ValueError, match="shape_shift"):
+        ModelConfig.from_dict(asdict(config) | {"shape_shift": 1})
+
+
+def test_logit_soft_cap_bounds_logits():
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, logit_soft_cap=5.0))
+    torch.nn.init.normal_(model.head.weight, std=10)
+    assert model(torch.randint(50, (1, 8))).abs().max() <= 5

@@ -1,0 +1,121 @@
+"""Model files hold themselves whole, open anywhere, and run no code."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from minitransformer import ModelConfig, Tokenizer, Transformer, load
+from minitransformer.checkpoint import (
+    CheckpointError,
+    atomic_write,
+    checkpoints,
+    latest_run,
+    new_run,
+    point_latest,
+    read_checkpoint,
+    save_model,
+)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+def test_a_saved_model_is_the_model(tmp_path, tie, position):
+    tokenizer = Tokenizer.bytes()
+    config = ModelConfig(vocab_size=257, d_model=32, n_layers=2, n_heads=2, tie_embeddings=tie, position=position)
+    model = Transformer(config).eval()
+    torch.nn.init.normal_(model.head.weight)
+    save_model(tmp_path / "model.safetensors", model, tokenizer)
+    again, its_tokenizer = load(tmp_path / "model.safetensors")
+    tokens = torch.tensor([its_tokenizer.encode("any text")])
+    assert its_tokenizer.fingerprint == tokenizer.fingerprint
+    assert again.config == config
+    assert (again.head.weight is again.embedding.weight) == tie
+    assert not again.training
+    assert torch.equal(again(tokens), model(tokens))
+
+
+def test_run_directory_and_files_give_the_same_model(trained, tmp_path):
+    tokens = torch.arange(20)[None]
+    expected = load(trained)[0](tokens)
+    newest = checkpoints(trained)[-1]
+    for path in (trained / "model.safetensors", newest):
+        moved = tmp_path / f"moved{path.suffix}"  # alone, away from the training config
+        moved.write_bytes(path.read_bytes())
+        assert torch.equal(load(moved)[0](tokens), expected)
+
+
+def test_a_broken_model_falls_back_to_checkpoints(trained):
+    said = []
+    expected = load(trained)[0](torch.arange(20)[None])
+    data = (trained / "model.safetensors").read_bytes()
+    (trained / "model.safetensors").write_bytes(data[:-500])
+    assert torch.equal(load(trained, say=said.append)[0](torch.arange(20)[None]), expected)
+    assert len(said) == 1
+    assert "model.safetensors cannot be read" in said[0]
+    newest = checkpoints(trained)[-1]
+    newest.write_bytes(newest.read_bytes()[:3000])
+    load(trained, say=said.append)
+    assert newest.name in said[-1]
+    for path in (trained / "model.safetensors", *checkpoints(trained)):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load(trained)
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.mkdir, ("exploded",))
+
+
+def test_a_checkpoint_never_runs_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}, "minitransformer": Bomb()}, "bomb.ckpt")
+    (tmp_path / "plain.ckpt").write_bytes(pickle.dumps(Bomb()))
+    for name in ("bomb.ckpt", "plain.ckpt"):
+        with pytest.raises(CheckpointError, match=name):
+            load(name)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nowhere does not exist"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"write checkpoint=null"):
+        load("None")
+    save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="does not describe"):
+        load(tmp_path / "other.safetensors")
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    with pytest.raises(CheckpointError, match="not a checkpoint of minitransformer"):
+        read_checkpoint(tmp_path / "other.ckpt")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"no run in .*train one first"):
+        latest_run(tmp_path / "runs")
+
+
+def test_writing_is_all_or_nothing(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    for error in (KeyboardInterrupt, OSError(28, "No space left on device")):
+        with pytest.raises((KeyboardInterrupt, CheckpointError)), atomic_write(path) as file:
+            file.write(b"half of the ne")
+            raise error
+        assert [p.name for p in tmp_path.iterdir()] == ["file"]
+        assert path.read_text() == "old"
+    with atomic_write(path) as file:
+        file.write(b"new")
+    assert path.read_text() == "new"
+
+
+def test_runs_never_share_a_directory(tmp_path):
+    names = [new_run(tmp_path / "runs", "mine").name for _ in range(3)]
+    assert names == ["mine", "mine-2", "mine-3"]
+    point_latest(tmp_path / "runs" / "mine-2", tmp_path / "runs")
+    assert latest_run(tmp_path / "runs") == tmp_path / "runs" / "mine-2"
+    point_latest(tmp_path / "runs" / "mine", tmp_path / "runs")
+    assert latest_run(tmp_path / "runs") == tmp_path / "runs" / "mine"

@@ -1,0 +1,210 @@
+"""The commands as a user types them: choices, help, sweeps, and every mistake in one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from minitransformer.cli import config_dir, options
+from minitransformer.checkpoint import checkpoints
+from tests.conftest import ROOT, SMALL
+
+TEXT = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300"]
+
+
+def refused(result, *words):
+    """One line on standard error, no traceback, non-zero exit."""
+    assert result.code == 1, result.out + result.err
+    assert len(result.err.splitlines()) == 1, result.err
+    assert result.err.startswith("error: ")
+    assert all(word in result.err for word in words), result.err
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    ("trainer.max_step=5", ["trainer.max_step ", "did you mean trainer.max_steps?"]),
+    ("lr=0.1", ["did you mean optimizer.lr?"]),
+    ("model.n_layer=3", ["did you mean model.n_layers?"]),
+    ("data.batchsize=3", ["did you mean data.batch_size?"]),
+    ("optimizer=adamw optimizer.momentum=0.9", ["optimizer.momentum is not a setting"]),
+    ("data=text data.text_field=a", ["data.text_field is not a setting"]),
+    ("+foo=1", ["foo is not a setting"]),
+    ("+trainer.foo=1", ["trainer.foo is not a setting"]),
+    ("model=huge", ["model=huge", "gpt2, small, tiny"]),
+    ("experiment=nope", ["experiment=nope", "shakespeare_char"]),
+    ("trainer.max_steps=many", ["trainer.max_steps", "many"]),
+    ("trainer.max_steps=null", ["trainer.max_steps"]),
+    ("schedule.warmup_steps=1.5", ["schedule.warmup_steps", "1.5"]),
+    ("optimizer.lr=fast", ["optimizer.lr", "fast"]),
+    ("optimizer.lr=-1", ["optimizer.lr=-1"]),
+    ("optimizer.lr=nan", ["optimizer.lr=nan"]),
+    ("optimizer.adamw_lr=0", ["optimizer.adamw_lr=0"]),
+    ("optimizer.betas=[0.9]", ["optimizer.betas"]),
+    ("optimizer.betas=[0.9,1.0]", ["optimizer.betas=1.0"]),
+    ("data=text data.files=book.txt", ["data.files=[a,b]"]),
+    ("data=text data.files=[book.txt", ["cannot read the override"]),
+    ("data=text", ["data.files is empty"]),
+    ("data=hub", ["data.name is empty"]),
+    ("~data", ["data is not chosen"]),
+    ("nonsense", ["cannot read the override 'nonsense'"]),
+    ("model.d_model=130", ["d_model=130", "n_heads=4"]),
+    ("model.position=magic", ["model.position='magic'", "rotary"]),
+    ("model.attention.kernel=magic", ["model.attention.kernel='magic'", "sdpa"]),
+    ("trainer.precision=fp8", ["trainer.precision='fp8'", "bf16-mixed"]),
+    ("trainer.device=tpu", ["trainer.device='tpu'", "cpu"]),
+    ("trainer.max_steps=0", ["trainer.max_steps=0"]),
+    ("trainer.accumulate=0", ["trainer.accumulate=0"]),
+    ("trainer.accumulate=99", ["trainer.accumulate=99", "data.batch_size=32"]),
+    ("data.val_fraction=1", ["data.val_fraction=1"]),
+    ("data.split=middle", ["data.split='middle'", "tail"]),
+    ("tokenizer.vocab_size=100", ["tokenizer.vocab_size=100", "257"]),
+    ("logger.mode=loud", ["logger.mode='loud'", "offline"]),
+    ("schedule.warmup_steps=-1", ["schedule.warmup_steps=-1"]),
+    ("seed=-1", ["seed=-1"]),
+    ("data=text data.files=[gone.txt]", ["gone.txt does not exist"]),
+    ("data=text data.files=[empty.txt]", ["empty.txt is empty"]),
+    ("data=text data.files=[blank.txt]", ["blank.txt holds no text"]),
+    ("data=text data.files=[latin.txt]", ["latin.txt is not UTF-8", "0xe9", "offset 3"]),
+    ("data=text data.files=[short.txt]", ["tokens", "model.max_seq_len=256", "257"]),
+    ("data=text data.files=[book.txt] model.vocab_size=20 tokenizer=byte", ["model.vocab_size=20", "257"]),
+    ("data=text data.files=[book.txt] tokenizer=char callbacks.sample_prompt=§", ["callbacks.sample_prompt", "'§'"]),
+    ("data=text data.files=[book.txt] tokenizer=byte model.max_seq_len=8 callbacks.sample_prompt=much_too_long",
+     ["callbacks.sample_prompt", "14 tokens", "holds 8"]),
+    ("resume=nowhere", ["resume=nowhere is not a run directory"]),
+    ("resume=auto", ["no run in", "train one first"]),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_mistakes_end_in_one_line_and_write_nothing(command, workdir, overrides, words):
+    (workdir / "empty.txt").touch()
+    (workdir / "blank.txt").write_text("\n \t\n")
+    (workdir / "latin.txt").write_bytes("Caf\xe9".encode("latin-1"))
+    (workdir / "short.txt").write_text("A few words.")
+    refused(command("train", *overrides.split(" ")), *words)
+    assert not (workdir / "runs").exists()
+    assert not (workdir / "outputs").exists()
+
+
+def test_a_device_that_is_not_there(command):
+    import torch
+
+    missing = (
+        next(d for d in ("cuda", "mps") if not getattr(torch.backends, d).is_available())
+        if not torch.cuda.is_available()
+        else "mps"
+    )
+    refused(command("train", f"trainer.device={missing}"), f"device={missing} is not available", "cpu")
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["checkpoint=nowhere"], ["checkpoint=nowhere does not exist"]),
+    (["checkpoint=None"], ["checkpoint=None does not exist", "checkpoint=null"]),
+    ([], ["no run in"]),
+    (["checkpoint=book.txt"], ["book.txt cannot be read as a checkpoint"]),
+    (["checkpoint=."], ["holds no checkpoint"]),
+    (["temperature=-1"], ["temperature=-1"]),
+    (["top_p=0"], ["top_p=0"]),
+    (["max_new_tokens=0"], ["max_new_tokens=0"]),
+    (["tempature=1"], ["did you mean temperature?"]),
+    (["device=tpu"], ["device='tpu'"]),
+], ids=str)  # fmt: skip
+def test_mistakes_of_generate(command, arguments, words):
+    refused(command("generate", *arguments), *words)
+
+
+def test_generate_from_a_run(command, trained):
+    result = command("generate", "prompt='Ann '", "max_new_tokens=12", "seed=1")
+    assert result.code == 0, result.err
+    assert result.out.startswith("Ann ")
+    assert len(result.out) > len("Ann \n")
+    assert (
+        command("generate", f"checkpoint={trained}", "prompt='Ann '", "max_new_tokens=12", "seed=1").out == result.out
+    )
+    newest = checkpoints(trained)[-1]
+    assert command("generate", f"checkpoint={newest}", "prompt='Ann '", "max_new_tokens=12", "seed=1").out == result.out
+    refused(command("generate", "max_new_tokens=100"), "max_new_tokens=100", "max_seq_len=32")
+    refused(command("generate", f"prompt='{'Ann sees. ' * 30}'"), "the prompt has", "holds 32")
+
+
+@pytest.mark.parametrize("name", ["train", "generate"])
+def test_help_and_config(command, name):
+    result = command(name, "--help")
+    assert result.code == 0
+    assert "Examples:" in result.out
+    if name == "train":
+        for group in (path.name for path in config_dir().iterdir() if path.is_dir()):
+            for choice in options(group):
+                line = next(line for line in result.out.splitlines() if line.strip(" *").startswith(f"{choice} "))
+                assert len(line.split()) > 2, line  # says what it is
+    result = command(name, "--cfg", "job")
+    assert result.code == 0
+    assert ("max_steps:" if name == "train" else "temperature:") in result.out
+
+
+GROUPS = ["model", "tokenizer", "optimizer", "schedule", "logger", "debug"]
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in options(group)])
+def test_every_choice_trains(command, workdir, choice):
+    """With its own settings, made small where they make the model large."""
+    small = [s for s in SMALL if not s.startswith("logger=")] + ["trainer.max_steps=2"]
+    if choice.startswith("debug"):
+        small = [s for s in small if s.startswith(("model", "data"))]
+    tokenizer = [] if choice.startswith("tokenizer") else ["tokenizer.vocab_size=300"]
+    if choice in ("tokenizer=bpe", "logger=wandb") or not choice.startswith(("tokenizer", "logger")):
+        small.append("logger=none" if choice != "logger=wandb" else "logger.tags=[test]")
+    result = command("train", "data=text", "data.files=[book.txt]", choice, *tokenizer, *small, "name=run")
+    assert result.code == 0, result.err
+    assert (workdir / "runs" / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+def test_every_experiment_runs_two_steps(command, workdir, experiment):
+    result = command("train", f"experiment={experiment}", "data.files=[book.txt]", "trainer.max_steps=2", "logger=none")
+    assert result.code == 0, result.err
+
+
+def test_a_sweep_has_a_directory_for_each_job(command, workdir):
+    result = command("train", "-m", *TEXT, *SMALL, "seed=1,2", "trainer.max_steps=2", "name=sweep")
+    assert result.code == 0, result.err
+    runs = sorted(p.relative_to(workdir / "runs").as_posix() for p in workdir.glob("runs/**/model.safetensors"))
+    assert runs == ["latest/model.safetensors", "sweep/0/model.safetensors", "sweep/1/model.safetensors"] or runs == [
+        "sweep/0/model.safetensors", "sweep/1/model.safetensors"
+    ]  # fmt: skip
+    assert "seed: 1\n" in (workdir / "runs/sweep/0/config.yaml").read_text()
+    assert "seed: 2\n" in (workdir / "runs/sweep/1/config.yaml").read_text()
+    assert command("generate", "max_new_tokens=3").code == 0  # the newest job
+
+
+def test_a_job_that_fails_does_not_stop_a_sweep(command, workdir):
+    result = command("train", "-m", *TEXT, *SMALL, "model.n_heads=3,2", "trainer.max_steps=2", "name=sweep")
+    refused(result, "n_heads=3")
+    assert (workdir / "runs/sweep/1/model.safetensors").exists()
+    assert not (workdir / "runs/sweep/0/config.yaml").exists()
+
+
+def test_wandb_without_a_key_asks_and_waits_for_nothing(command, workdir, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    small = [s for s in SMALL if s != "logger=none"]
+    result = command("train", *TEXT, *small, "name=mine")
+    assert result.code == 0, result.err
+    assert "wandb offline (no key found)" in result.out
+    assert "wandb sync runs/mine/wandb/offline-run-" in result.out.replace("\n", "")
+    assert list((workdir / "runs/mine/wandb").glob("offline-run-*/*.wandb"))
+    assert result.err == ""
+
+
+def test_start_up_imports_late():
+    """--help needs no torch; generating needs neither Lightning nor datasets nor wandb."""
+    code = "import sys; from minitransformer import cli; sys.argv = ['train.py', '--help']; cli.train(); " \
+        "assert not {'torch', 'hydra', 'lightning'} & set(sys.modules)"  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    code = "import sys; from minitransformer import load, generate; import minitransformer.generation.generate; " \
+        "assert not {'lightning', 'datasets', 'wandb'} & set(sys.modules)"  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_public_names():
+    import minitransformer
+
+    for name in minitransformer.__all__:
+        assert getattr(minitransformer, name).__doc__
+    with pytest.raises(AttributeError, match="magic"):
+        _ = minitransformer.magic

@@ -1,0 +1,93 @@
+"""Muon and AdamW against torch's own, and each parameter in one group."""
+
+import pytest
+import torch
+
+from minitransformer import ModelConfig, Transformer
+from minitransformer.training.config import AdamWConfig, MuonConfig
+from minitransformer.training.optimizers import Muon, make_optimizer, orthogonalize
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (16, 48), (48, 16), (3, 8, 8)])
+def test_orthogonalize_brings_singular_values_near_one(shape):
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+
+
+def test_orthogonalize_keeps_the_directions():
+    """U S V^T becomes U S' V^T: the result is diagonal in the bases of the matrix."""
+    torch.manual_seed(0)
+    matrix = torch.randn(12, 20)
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    inner = u.T @ orthogonalize(matrix) @ v.T
+    assert (inner - inner.diag().diag()).abs().max() < 1e-4
+
+
+def test_zero_gradients_stay_zero():
+    assert orthogonalize(torch.zeros(4, 6)).eq(0).all()
+
+
+def test_muon_equals_torch():
+    """torch's Muon runs its Newton-Schulz in bf16, hence the tolerance."""
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(x) for x in torch.randn(24, 40).expand(2, -1, -1).clone())
+    mine = Muon([dict(params=[ours], matrix=True)], lr=0.02, weight_decay=0.1)
+    other = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    before = ours.detach().clone()
+    for _ in range(5):
+        ours.grad = torch.randn(24, 40)
+        theirs.grad = ours.grad.clone()
+        mine.step()
+        other.step()
+    assert (ours - theirs).norm() < 0.02 * (ours - before).norm()
+
+
+def test_the_adamw_of_muon_equals_torch():
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(x) for x in torch.randn(24, 40).expand(2, -1, -1).clone())
+    settings = dict(lr=0.02, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    mine, other = Muon([ours], **settings), torch.optim.AdamW([theirs], **settings)
+    for _ in range(5):
+        ours.grad = torch.randn(24, 40)
+        theirs.grad = ours.grad.clone()
+        mine.step()
+        other.step()
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig(weight_decay=0.3)])
+def test_every_parameter_is_in_one_group(config, tie):
+    model = Transformer(
+        ModelConfig(
+            vocab_size=20, d_model=16, n_layers=2, n_heads=2, bias=True, norm="layernorm", position="learned",
+            tie_embeddings=tie,
+        )
+    )  # fmt: skip
+    optimizer = make_optimizer(config, model)
+    grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            assert group["weight_decay"] == (config.weight_decay if p.ndim == 2 else 0), names[id(p)]
+            if isinstance(config, MuonConfig):
+                assert group["matrix"] == (p.ndim == 2 and names[id(p)].startswith("blocks."))
+
+
+def test_optimizer_state_survives_plain_saving(tmp_path):
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=20, d_model=16, n_layers=1, n_heads=2, max_seq_len=8))
+    optimizer = make_optimizer(MuonConfig(), model)
+    for _ in range(2):
+        model(torch.randint(20, (2, 8))).square().mean().backward()
+        optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    again = make_optimizer(MuonConfig(), model)
+    again.load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True))
+    for p in model.parameters():
+        for name, value in optimizer.state[p].items():
+            assert torch.equal(value, again.state[p][name]), name
+            assert value.dtype == again.state[p][name].dtype

@@ -1,0 +1,240 @@
+"""Exactness: accumulation and checkpointing change nothing, a resumed run is the run that never stopped."""
+
+import json
+import re
+import signal
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from minitransformer.checkpoint import checkpoints, read_checkpoint
+from tests.conftest import SMALL
+
+TEXT = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300", "logger=csv"]
+
+
+def weights(run):
+    return load_file(run / "model.safetensors")
+
+
+def metrics(run) -> dict[str, list[tuple[int, float]]]:
+    """Every metric of every csv file of a run as (step, value), leaving out those that measure time."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for file in sorted(run.glob("csv/*/metrics.csv")):
+        head, *lines = [line.split(",") for line in file.read_text().splitlines()]
+        for line in lines:
+            row = dict(zip(head, line, strict=True))
+            for name, value in row.items():
+                if value and name not in ("step", "speed/tokens_per_s"):
+                    found.setdefault(name, []).append((int(row["step"]), float(value)))
+    return found
+
+
+@pytest.fixture
+def train(command, workdir):
+    def run(name, *overrides):
+        small = [s for s in SMALL if s != "logger=none"]
+        result = command("train", *TEXT, *small, f"name={name}", *overrides)
+        assert result.code == 0, result.err
+        return workdir / "runs" / name
+
+    return run
+
+
+def same(a: dict, b: dict, **tolerance) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        if tolerance:
+            torch.testing.assert_close(a[name], b[name], **tolerance)
+        else:
+            assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("overrides", [
+    ["trainer.accumulate=2"], ["trainer.accumulate=3"], ["trainer.accumulate=4"], ["trainer.gradient_checkpointing=true"],
+    ["model.attention.kernel=reference"], ["data.workers=2"],
+], ids=str)  # fmt: skip
+def test_micro_batches_checkpointing_and_kernels_do_not_change_the_result(train, overrides):
+    plain, other = train("plain", "optimizer=adamw"), train("other", "optimizer=adamw", *overrides)
+    same(weights(plain), weights(other), atol=2e-4, rtol=1e-3)
+    for name, values in metrics(plain).items():
+        assert metrics(other)[name] == [(step, pytest.approx(value, rel=1e-3)) for step, value in values], name
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_resumed_run_is_bit_identical(train, workdir, optimizer):
+    """Dropout, order of rows, optimizer state, logged losses; stopped in the middle and at a validation step."""
+    settings = [f"optimizer={optimizer}", "model.dropout=0.1", "trainer.max_steps=8", "callbacks.keep_checkpoints=9"]
+    whole = train("whole", *settings)
+    for step in (2, 4, 6):
+        stopped = train(f"stopped{step}", *settings)
+        for path in checkpoints(stopped):
+            if path.name > f"step-{step:08d}.ckpt":
+                path.unlink()
+        for file in stopped.glob("csv/*/metrics.csv"):  # what had been logged by then
+            head, *lines = file.read_text().splitlines()
+            column = head.split(",").index("step")
+            kept = [line for line in lines if int(line.split(",")[column]) <= step]
+            file.write_text("\n".join([head, *kept]) + "\n")
+        train(f"stopped{step}", *settings, "resume=auto")
+        same(weights(whole), weights(stopped))
+        assert metrics(stopped) == metrics(whole)
+        one, other = (read_checkpoint(checkpoints(run)[-1]) for run in (whole, stopped))
+        for a, b in zip(
+            one["optimizer_states"][0]["state"].values(), other["optimizer_states"][0]["state"].values(), strict=True
+        ):
+            same(a, b)
+
+
+def test_a_run_can_be_extended_and_says_when_it_is_done(train, command, workdir):
+    run = train("mine", "schedule.decay_fraction=0", "trainer.max_steps=4")
+    longer = train("longer", "schedule.decay_fraction=0", "trainer.max_steps=8")
+    done = command(
+        "train", *TEXT, *SMALL, "name=mine", "resume=auto", "schedule.decay_fraction=0", "trainer.max_steps=4"
+    )
+    assert done.code == 0
+    assert "already trained: 4 of trainer.max_steps=4" in done.out
+    train("mine", "resume=auto", "schedule.decay_fraction=0", "trainer.max_steps=8")
+    same(weights(run), weights(longer))
+
+
+def test_resume_finds_its_run(train, command, workdir):
+    first = train("first", "trainer.max_steps=2")
+    result = command("train", *TEXT, *SMALL, "trainer.max_steps=4", "resume=auto")  # the newest run
+    assert "resuming runs/first after step 2" in result.out
+    result = command("train", *TEXT, *SMALL, "trainer.max_steps=6", f"resume={first}")
+    assert f"resuming {first} after step 4" in result.out
+    result = command("train", *TEXT, *SMALL, "name=fresh", "resume=auto", "trainer.max_steps=2")
+    assert result.code == 0
+    assert (workdir / "runs" / "fresh" / "model.safetensors").exists()
+
+
+def test_a_truncated_checkpoint_falls_back_to_the_one_before(train, command, workdir):
+    run = train("mine")
+    newest = checkpoints(run)[-1]
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    result = command("train", *TEXT, *SMALL, "name=mine", "resume=auto", "trainer.max_steps=8")
+    assert result.code == 0
+    assert f"runs/mine/checkpoints/{newest.name} cannot be read" in result.out
+    assert "trying the one before it" in result.out
+    assert "resuming runs/mine after step 4" in result.out
+    for path in checkpoints(run):
+        path.write_bytes(b"nothing")
+    result = command("train", *TEXT, *SMALL, "name=mine", "resume=auto", "trainer.max_steps=9")
+    assert result.code == 1
+    assert "no checkpoint that can be read" in result.err
+
+
+@pytest.mark.parametrize(("override", "words"), [
+    ("model.d_model=64", "model.d_model=32, not 64"), ("model.attention.qk_norm=false", "model.attention"),
+    ("tokenizer.vocab_size=280", "model.vocab_size"), ("seed=1", "seed=0, this run has 1"),
+    ("data.batch_size=2", "batch_size=4, this run has 2"), ("tokenizer=char", "model.vocab_size"),
+], ids=str)  # fmt: skip
+def test_resuming_something_else_is_refused(train, command, override, words):
+    train("mine", "trainer.max_steps=2")
+    arguments = [a for a in (*TEXT, *SMALL) if a.split("=")[0] != override.split("=")[0]]
+    if override == "tokenizer=char":
+        arguments.remove("tokenizer.vocab_size=300")
+    result = command("train", *arguments, "name=mine", "resume=auto", override)
+    assert result.code == 1
+    assert words in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_how_to_go_on(command, workdir, signum, code):
+    settings = [*TEXT, *SMALL, "name=mine", "trainer.max_steps=100000", "callbacks.checkpoint_every=0"]
+    timer = threading.Timer(4, signal.raise_signal, [signum])
+    timer.start()
+    before = signal.getsignal(signum)
+    result = command("train", *settings)
+    timer.cancel()
+    assert result.code == code
+    assert signal.getsignal(signum) == before
+    step = int(re.search(r"stopped by \w+ after step (\d+)", result.out)[1])
+    run = workdir / "runs" / "mine"
+    assert read_checkpoint(checkpoints(run)[0])["global_step"] == step
+    resume = re.search(r"go on with: python \S*train\.py (.*)", result.out)[1]
+    assert resume.endswith(" resume=runs/mine")
+    assert "name=mine" not in resume
+    arguments = resume.replace("max_steps=100000", f"max_steps={step + 2}").split()
+    result = command("train", *arguments)
+    assert f"resuming runs/mine after step {step}" in result.out
+    assert read_checkpoint(checkpoints(run)[-1])["global_step"] == step + 2
+
+
+def test_a_full_disk_is_named_and_leaves_what_was_there(train, command, workdir, monkeypatch):
+    import errno
+    import os
+
+    run = train("mine", "trainer.max_steps=2")
+    before = sorted(p.name for p in run.rglob("*") if p.is_file() and "csv" not in p.parts)
+    model = (run / "model.safetensors").read_bytes()
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = command("train", *TEXT, *SMALL, "name=mine", "resume=auto", "callbacks.sample_every=0")
+    assert result.code == 1
+    assert "no space left on the disk for runs/mine/checkpoints/step-00000004.ckpt" in result.err
+    assert len(result.err.splitlines()) == 1
+    assert sorted(p.name for p in run.rglob("*") if p.is_file() and "csv" not in p.parts) == before
+    assert (run / "model.safetensors").read_bytes() == model
+
+
+def test_a_run_directory_explains_itself(trained, command):
+    assert sorted(p.name for p in trained.iterdir()) == [
+        "checkpoints", "config.yaml", "model.safetensors", "samples.txt", "tokenizer.json"
+    ]  # fmt: skip
+    assert [p.name for p in checkpoints(trained)] == ["step-00000002.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
+    assert (trained.parent / "latest").resolve() == trained
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.load(trained / "config.yaml")
+    assert config.model.d_model == 32
+    assert config.data.files == ["book.txt"]
+    text = (trained / "samples.txt").read_text(encoding="utf-8")
+    assert re.findall(r"--- step (\d+) ---", text) == ["3", "6"]
+    saved = torch.load(checkpoints(trained)[-1], weights_only=True)
+    assert json.loads(saved["minitransformer"]["model"])["vocab_size"] == 300
+
+
+def test_a_step_counts_every_target_once(train, workdir):
+    """Tokens logged are those of the rows; validation runs at its steps and at the end."""
+    run = train("mine", "trainer.max_steps=7", "trainer.val_every=3")
+    found = metrics(run)
+    assert [step for step, _ in found["val/loss"]] == [3, 6, 7]
+    assert [step for step, _ in found["train/loss"]] == [2, 4, 6, 7]
+    assert found["data/tokens"][-1][1] <= 7 * 4 * 32
+    assert found["data/tokens"][-1][1] > 0.9 * 7 * 4 * 32
+
+
+def test_a_batch_larger_than_the_data_trains(train):
+    run = train("mine", "data.batch_size=1000", "trainer.max_steps=2")
+    assert [step for step, _ in metrics(run)["train/loss"]] == [2]
+
+
+def test_validation_loss_is_that_of_the_documents(train, workdir):
+    """Logged bits per byte, from the saved model and the text of the held-out tail alone."""
+    import math
+
+    from minitransformer import load
+    from minitransformer.data.config import TextConfig
+    from minitransformer.data.documents import load_corpus
+
+    run = train("mine", "model.max_seq_len=64")
+    model, tokenizer = load(run)
+    corpus = load_corpus(TextConfig(files=["book.txt"]))
+    ids = tokenizer.encode(corpus.validation[0])
+    stream = [tokenizer.boundary, *ids, tokenizer.boundary]
+    nats = 0.0
+    for start in range(0, len(stream) - 1, 64):
+        piece = torch.tensor(stream[start : start + 65])
+        log_p = model(piece[None, :-1]).log_softmax(-1)[0]
+        nats -= log_p.gather(-1, piece[1:, None]).sum().item()
+    expected = nats / math.log(2) / len(corpus.validation[0].encode())
+    assert metrics(run)["val/bits_per_byte"][-1][1] == pytest.approx(expected, rel=1e-4)
+    assert metrics(run)["val/loss"][-1][1] == pytest.approx(nats / (len(stream) - 1), rel=1e-4)
