@@ -15,7 +15,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -194,15 +194,15 @@ def newest_readable(run: Path, say: Callable[[str], None]) -> tuple[Path, dict] 
 
 
 def new_run(runs_dir: Path, name: str) -> Path:
-    """Make the directory of a run; a name that is taken gets a number behind it."""
+    """Make the directory of a run; a name that is taken by one gets a number behind it."""
     runs_dir.mkdir(parents=True, exist_ok=True)
     for number in range(1, 10_000):
         path = runs_dir / (name if number == 1 else f"{name}-{number}")
-        try:
+        with suppress(FileExistsError):
             path.mkdir(parents=True)
             return path
-        except FileExistsError:
-            continue
+        if path.is_dir() and not any(path.iterdir()):  # the launcher of a sweep made it
+            return path
     raise CheckpointError(f"{runs_dir} has too many runs called {name}")
 
 

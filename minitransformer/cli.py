@@ -101,6 +101,9 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
 
     for schema, node in SCHEMAS.items():
         ConfigStore.instance().store(group="schema", name=schema, node=node)
+    OmegaConf.register_new_resolver(
+        "run_name", lambda given: given or training.time_name(), use_cache=True, replace=True
+    )
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of being printed by Hydra
 
     failures: list[Exception] = []
@@ -147,6 +150,8 @@ def explain(error: Exception, name: str) -> str | None:
     from omegaconf.errors import OmegaConfBaseException
 
     if not isinstance(error, HydraException | OmegaConfBaseException):
+        if isinstance(error, OSError) and error.strerror:
+            return f"{error.filename or 'the system'}: {error.strerror}"
         return " ".join(str(error).split()) if isinstance(error, ValueError) else None
     # Hydra and OmegaConf tell mistakes apart by their words alone; the cause names the full key.
     if isinstance(error, OverrideParseException):

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from minitransformer.cli import config_dir, options
 from minitransformer.checkpoint import checkpoints
+from minitransformer.cli import config_dir, options
 from tests.conftest import ROOT, SMALL
 
 TEXT = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300"]
@@ -185,8 +185,7 @@ def test_wandb_without_a_key_asks_and_waits_for_nothing(command, workdir, monkey
     small = [s for s in SMALL if s != "logger=none"]
     result = command("train", *TEXT, *small, "name=mine")
     assert result.code == 0, result.err
-    assert "wandb offline (no key found)" in result.out
-    assert "wandb sync runs/mine/wandb/offline-run-" in result.out.replace("\n", "")
+    assert "wandb offline; upload with: wandb sync runs/mine/wandb/offline-run-*" in result.out
     assert list((workdir / "runs/mine/wandb").glob("offline-run-*/*.wandb"))
     assert result.err == ""
 

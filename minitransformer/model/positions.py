@@ -82,15 +82,18 @@ class RotaryEncoding(PositionalEncoding):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        exponents = torch.arange(0, config.head_width, 2, dtype=torch.float64) / config.head_width
-        angles = torch.arange(config.max_seq_len, dtype=torch.float64)[:, None] * config.rotary_base**-exponents
-        # Two real columns, not one complex: a module cast to bf16 would drop the imaginary part.
-        turns = torch.stack((angles.cos(), angles.sin()), dim=-1).float()  # (max_seq_len, d_head / 2, 2)
-        self.register_buffer("turns", turns, persistent=False)
+        exponents = torch.arange(0, config.head_width, 2, dtype=torch.float64, device="cpu") / config.head_width
+        angles = (
+            torch.arange(config.max_seq_len, dtype=torch.float64, device="cpu")[:, None]
+            * config.rotary_base**-exponents
+        )
+        # Not a buffer: a module cast to bf16 would round the angles.
+        self.turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)  # (max_seq_len, d_head / 2)
 
     def rotation(self, positions: Tensor) -> Tensor:
-        turns = self.turns[positions.clamp(min=0)]  # (B, T, d_head / 2, 2)
-        return torch.view_as_complex(turns.float()).unsqueeze(-2)
+        if self.turns.device != positions.device:
+            self.turns = self.turns.to(positions.device)
+        return self.turns[positions.clamp(min=0)].unsqueeze(-2)  # (B, T, 1, d_head / 2)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

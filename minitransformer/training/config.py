@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from minitransformer.data.config import DataConfig, TokenizerConfig
@@ -157,6 +158,11 @@ class CallbacksConfig:
             at_least(f"callbacks.{name}", getattr(self, name), 0)
         for name in ("keep_checkpoints", "sample_tokens"):
             at_least(f"callbacks.{name}", getattr(self, name), 1)
+
+
+def time_name() -> str:
+    """The name of a run that was given none."""
+    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """What train.py does, from the typed config to the finished run directory."""
 
 import contextlib
+import json
 import logging
 import os
 import platform
@@ -9,7 +10,6 @@ import sys
 import time
 import warnings
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from minitransformer.checkpoint import (
     HEADER,
@@ -36,7 +36,7 @@ from minitransformer.model.config import ModelConfig
 from minitransformer.model.cost import parameter_count
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.callbacks import AtomicCheckpointIO, Bar, Checkpointer, Interrupted, Sampler
-from minitransformer.training.config import CSVConfig, MuonConfig, TrainConfig, WandbConfig
+from minitransformer.training.config import CSVConfig, MuonConfig, TrainConfig, WandbConfig, time_name
 from minitransformer.training.module import LanguageModel
 
 
@@ -78,7 +78,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         if sweep_dir is not None:
             run = new_run(sweep_dir.parent, sweep_dir.name)
         else:
-            run = new_run(Path(config.runs_dir), config.name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+            run = new_run(Path(config.runs_dir), config.name or time_name())
         with atomic_write(run / "config.yaml") as file:
             file.write(OmegaConf.to_yaml(asdict(config)).encode())
         with atomic_write(run / "tokenizer.json") as file:
@@ -170,8 +170,6 @@ def _with_vocabulary(config: ModelConfig, tokens: int) -> ModelConfig:
 
 def _check_same(saved: dict, now: dict, run: Path) -> None:
     """Refuse to resume with another model or tokenizer, naming the first difference."""
-    import json
-
     old, new = json.loads(saved[HEADER]["model"]), json.loads(now["model"])
     for name in new:
         if old.get(name) != new[name]:
@@ -192,7 +190,7 @@ def make_logger(config: TrainConfig, run: Path) -> tuple[Logger | bool, str]:
 
     mode = config.logger.mode
     if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
     name = run.name if config.name is None or run.name == config.name else f"{config.name}-{run.name}"
     logger = WandbLogger(
         name=name,
@@ -205,12 +203,11 @@ def make_logger(config: TrainConfig, run: Path) -> tuple[Logger | bool, str]:
         settings=wandb.Settings(silent=True, console="off"),
     )
     logger.experiment.config.update(asdict(config), allow_val_change=True)
-    folder = Path(os.path.relpath(logger.experiment.dir)).parent
-    lines = {
-        "online": f"wandb online: {logger.experiment.url}",
-        "offline": f"wandb offline (no key found); upload with: wandb sync {shlex.quote(str(folder))}",
-    }
-    return logger, lines.get(mode, f"wandb {mode}")
+    if mode == "online":
+        return logger, f"wandb online: {logger.experiment.url}"
+    if mode == "offline":
+        return logger, f"wandb offline; upload with: wandb sync {shlex.quote(str(run))}/wandb/offline-run-*"
+    return logger, f"wandb {mode}"
 
 
 def _finish(logger: Logger | bool) -> None:
@@ -230,9 +227,6 @@ def summary(console, config, run, model_config, data, device, precision, logging
     if not isinstance(config.optimizer, MuonConfig):
         optimizer = f"adamw lr {config.optimizer.lr:g}"
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
     skipped = f", {data.skipped} blank ones skipped" if data.skipped else ""
     for name, value in {
         "run": str(run),
@@ -249,8 +243,7 @@ def summary(console, config, run, model_config, data, device, precision, logging
         f"Python {platform.python_version()}",
         "logging": logging_line,
     }.items():
-        table.add_row(name, value)
-    console.print(table)
+        console.print(Text.assemble((f"{name:10}", "bold"), value))
 
 
 def _closing(console: Console, run: Path, module: LanguageModel, seconds: float) -> None:

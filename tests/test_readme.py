@@ -1,0 +1,104 @@
+"""Every command in README runs, made small; every file that it names is there."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from tests.conftest import ROOT, SMALL, sentences
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
+COMMANDS = [
+    re.sub(r"\s+#.*", "", line) for language, text in BLOCKS if language == "bash" for line in text.splitlines() if line
+]
+RUN = [c for c in COMMANDS if c.startswith("python ")]
+
+
+@pytest.fixture
+def files(workdir):
+    """What README's commands take for granted."""
+    for name in ("a.txt", "b.txt", "shakespeare.txt"):
+        (workdir / name).write_text(sentences(200, seed=len(name) + ord(name[0])), encoding="utf-8")
+    lines = [json.dumps({"content": sentences(5, seed=i)}) for i in range(60)]
+    (workdir / "chats.jsonl").write_text("\n".join(lines))
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": [sentences(5, seed=i) for i in range(60)]}), "table.parquet")
+    hub = workdir / "roneneldan" / "TinyStories"  # a local folder takes the place of the hub's
+    hub.mkdir(parents=True)
+    (hub / "train.jsonl").write_text("\n".join(json.dumps({"text": sentences(5, seed=i)}) for i in range(60)))
+    return workdir
+
+
+def shorten(words: list[str]) -> list[str]:
+    """The same command with a small model and few steps; what it sets itself stays, but for sizes."""
+    if "--cfg" in words:
+        return words
+    own = {word.split("=")[0] for word in words}
+    small = [s for s in SMALL if s.split("=")[0] not in own - {"trainer.max_steps"}]
+    if "debug=fast" in own or "debug=fast" in words:
+        small = [s for s in small if not s.startswith(("trainer", "callbacks"))]
+    if "trainer.max_steps" in own and "resume" in own:
+        small = [s.replace("max_steps=6", "max_steps=8") for s in small]
+    return [*words, *[s for s in small if not (s == "logger=none" and "logger" in own)]]
+
+
+def test_readme_has_commands():
+    assert len(RUN) >= 18
+    assert sum(c.startswith("pip install") for c in COMMANDS) == 2
+    assert all(c.startswith(("python train.py", "python generate.py", "pip install")) for c in COMMANDS)
+
+
+@pytest.mark.parametrize("line", [c for c in RUN if c.startswith("python train.py") and "name=mine" not in c])
+def test_training_commands(line, command, files):
+    result = command("train", *shorten(shlex.split(line)[2:]))
+    assert result.code == 0, result.err
+    if "--cfg" in line:
+        assert "max_steps:" in result.out
+    else:
+        assert list(
+            files.glob("runs/*/**/model.safetensors") if "-m" in line else files.glob("runs/*/model.safetensors")
+        )
+
+
+def test_commands_that_build_on_each_other_and_the_python_code(command, files, capfd):
+    """Train, resume, extend; generate from that run; then README's Python."""
+    mine = [c for c in RUN if "name=mine" in c]
+    said = [command("train", *shorten(shlex.split(line)[2:])) for line in mine]
+    assert [result.code for result in said] == [0, 0, 0], said
+    assert "already trained" in said[1].out
+    assert "resuming runs/mine after step 6" in said[2].out
+    generating = [c for c in RUN if c.startswith("python generate.py")]
+    assert len(generating) == 3
+    for line in generating:
+        result = command("generate", *shlex.split(line)[2:], *(["max_new_tokens=10"] if "max_new" not in line else []))
+        if "max_new_tokens=100" in line:  # more than the small model of this test holds
+            result = command("generate", *shlex.split(line.replace("=100", "=10"))[2:])
+        assert result.code == 0, result.err
+        assert result.out
+    code = next(text for language, text in BLOCKS if language == "python").replace(
+        "max_new_tokens=40", "max_new_tokens=10"
+    )
+    scope: dict = {}
+    exec(code, scope)
+    assert len(scope["texts"]) == 2
+    tree = next(text for _, text in BLOCKS if text.startswith("runs/mine/"))
+    named = re.findall(r"^  ([\w.]+)/? ", tree, re.M)
+    there = {path.name for path in (files / "runs" / "mine").iterdir()}
+    assert there <= set(named)
+    assert set(named) - there == {"wandb"}  # this test logs nothing
+
+
+def test_ci_runs_the_two_install_commands():
+    script = (ROOT / ".ci" / "run").read_text()
+    patterns = re.findall(r"grep -m1 -E '([^']+)' README\.md", script)
+    matched = [line for pattern in patterns for line in README.splitlines() if re.match(pattern, line)]
+    assert matched == [c for c in COMMANDS if c.startswith("pip install")]
+
+
+def test_files_that_readme_names_exist():
+    for path in re.findall(r"\]\(([^)h][^)]*)\)", README) + re.findall(r"`(minitransformer/[\w/.]+)`", README):
+        assert (ROOT / path).exists(), path
