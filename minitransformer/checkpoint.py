@@ -144,7 +144,7 @@ def _load_file(path: Path, device) -> tuple[Transformer, Tokenizer]:
 def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     try:
         with safe_open(path, "pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors ({error})") from None
 
@@ -194,14 +194,12 @@ def newest_readable(run: Path, say: Callable[[str], None]) -> tuple[Path, dict] 
 
 
 def new_run(runs_dir: Path, name: str) -> Path:
-    """Make the directory of a run; a name that is taken by one gets a number behind it."""
+    """Make the directory of a run; a name that is taken gets a number behind it."""
     runs_dir.mkdir(parents=True, exist_ok=True)
     for number in range(1, 10_000):
         path = runs_dir / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
             path.mkdir(parents=True)
-            return path
-        if path.is_dir() and not any(path.iterdir()):  # the launcher of a sweep made it
             return path
     raise CheckpointError(f"{runs_dir} has too many runs called {name}")
 

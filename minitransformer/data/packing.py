@@ -67,27 +67,23 @@ def pack(lengths: np.ndarray, row_length: int) -> Rows:
         while len(pieces):
             while space <= row_length and not room[space]:
                 space += 1
-            if space > row_length:  # nothing open has room: open rows for all that is left
-                per_row = row_length // size
-                opened = -(-len(pieces) // per_row)
-                rows = n_rows + np.arange(len(pieces)) // per_row
-                n_rows += opened
-                row_of[pieces] = rows
-                full, rest = divmod(len(pieces), per_row)
-                if full:
-                    room[row_length - per_row * size].append(np.arange(n_rows - opened, n_rows - opened + full))
-                if rest:
-                    room[row_length - rest * size].append(np.array([n_rows - 1]))
-                break
-            rows = room[space].pop()
-            taken = min(len(rows), len(pieces))
-            row_of[pieces[:taken]] = rows[:taken]
+            if space <= row_length:
+                rows = room[space].pop()
+            else:  # nothing open has room: open rows for all that is left
+                space = row_length
+                rows = np.arange(n_rows, n_rows - (-len(pieces) // (space // size)))
+                n_rows += len(rows)
+            # A row that has taken a piece is the fullest one with room, until the next does not fit.
+            each = space // size
+            taken = min(len(pieces), each * len(rows))
+            row_of[pieces[:taken]] = np.repeat(rows, each)[:taken]
             pieces = pieces[taken:]
-            if taken < len(rows):
-                room[space].append(rows[taken:])
-            room[space - size].append(rows[:taken])
-            if space - size >= size:
-                space = space - size
+            full, rest = divmod(taken, each)
+            room[space - each * size].append(rows[:full])
+            if rest:
+                room[space - rest * size].append(rows[full : full + 1])
+            if len(left := rows[full + (rest > 0) :]):
+                room[space].append(left)
     by_row = np.argsort(row_of, kind="stable")
     first = np.concatenate(([0], np.cumsum(np.bincount(row_of, minlength=n_rows))))
     return Rows(start[by_row], length[by_row], first)

@@ -9,9 +9,6 @@ from minitransformer.model.config import ModelConfig
 from minitransformer.model.masks import Visibility
 from minitransformer.model.positions import rotate
 
-# Below this many tokens a document, one dense mask is faster than a call for each document.
-SLICE_TOKENS = 32
-
 
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
@@ -85,9 +82,8 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True), None
     if bias is None and visibility.sees_all:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout), None
-    if bias is None and q.device.type == "cpu" and q.shape[2] == k.shape[2]:
-        if sum(run[0] for run in visibility.slices) * SLICE_TOKENS <= q.shape[0] * q.shape[2]:
-            return _attend_sliced(q, k, v, visibility, dropout), None
+    if bias is None and visibility.worth_slicing(q.device):
+        return _attend_sliced(q, k, v, visibility, dropout), None
     mask = visibility.dense
     if bias is not None:
         mask = torch.where(mask, bias.to(q.dtype), float("-inf"))

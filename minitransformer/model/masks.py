@@ -36,6 +36,10 @@ def documents(positions: Tensor) -> Tensor:
     return torch.where(positions < 0, -1, (positions == 0).cumsum(-1))
 
 
+# Below this many tokens a document, one dense mask is faster than a call for each document.
+SLICE_TOKENS = 32
+
+
 class Visibility:
     """What each query of one forward pass may see, worked out once and shared by all layers.
 
@@ -79,6 +83,12 @@ class Visibility:
         query_documents = key_documents[:, -self.n_queries :]
         same = (query_documents[:, :, None] == key_documents[:, None, :]) & (query_documents[:, :, None] > 0)
         return (same & self.mask(self.query_positions[:, :, None], self.key_positions[:, None, :])).unsqueeze(1)
+
+    def worth_slicing(self, device: torch.device) -> bool:
+        """Is attention document by document possible and faster? On a GPU many small calls are not."""
+        if device.type != "cpu" or self.mask is not causal or self.n_queries != self.key_positions.shape[1]:
+            return False
+        return sum(pieces for pieces, _, _ in self.slices) * SLICE_TOKENS <= self.key_positions.numel()
 
     @cached_property
     def slices(self) -> list[tuple[int, int, bool]]:

@@ -47,22 +47,22 @@ class Checkpointer(pl.Callback):
         self.signum: int | None = None
         self._before: dict[int, object] = {}
 
-    def setup(self, trainer: pl.Trainer, module: LanguageModel, stage: str) -> None:
-        if stage == "fit":
-            self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def teardown(self, trainer: pl.Trainer, module: LanguageModel, stage: str) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-
     def _stop(self, signum: int, frame) -> None:
         self.signum = signum
         self.console.print("stopping after this step; once more to stop at once without saving")
         signal.signal(signum, signal.SIG_DFL)
 
+    def _restore_handlers(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.saved_step = trainer.global_step  # 0, or what was resumed: nothing new to save yet
+        # Here and not in `setup`: Lightning puts its own handler for SIGTERM in between, which exits with 0.
+        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def on_exception(self, trainer: pl.Trainer, module: LanguageModel, exception: BaseException) -> None:
+        self._restore_handlers()
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: LanguageModel, batch, batch_idx: int) -> None:
         due = self.every and trainer.global_step % self.every == 0
@@ -73,6 +73,13 @@ class Checkpointer(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.save(trainer, module)
+        self._restore_handlers()
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: LanguageModel, checkpoint: dict) -> None:
+        """Lightning has counted the coming batch as ready; validation after a resume would come a step late."""
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (progress["total"], progress["current"]):
+            counts["ready"] = counts["started"] = counts["processed"] = counts["completed"]
 
     def save(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         step = trainer.global_step

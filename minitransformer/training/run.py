@@ -75,7 +75,9 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
     model = Transformer(model_config)
     if run is None:
         Sampler(Path(), config.callbacks, console, model, data.tokenizer)  # refuses a wrong prompt before work
-        if sweep_dir is not None:
+        if sweep_dir is not None and not any(sweep_dir.iterdir()):  # Hydra made it
+            run = sweep_dir
+        elif sweep_dir is not None:
             run = new_run(sweep_dir.parent, sweep_dir.name)
         else:
             run = new_run(Path(config.runs_dir), config.name or time_name())
@@ -223,9 +225,9 @@ def summary(console, config, run, model_config, data, device, precision, logging
     tokens = int(train.lengths.sum())
     per_step = batch * data.row_length * data.efficiency
     kind = type(config.data).__name__.removesuffix("Config").lower()
-    optimizer = f"muon lr {config.optimizer.lr:g}, adamw lr {config.optimizer.adamw_lr:g}"
-    if not isinstance(config.optimizer, MuonConfig):
-        optimizer = f"adamw lr {config.optimizer.lr:g}"
+    optimizer = f"adamw lr {config.optimizer.lr:g}"
+    if isinstance(config.optimizer, MuonConfig):
+        optimizer = f"muon lr {config.optimizer.lr:g}, adamw lr {config.optimizer.adamw_lr:g}"
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     skipped = f", {data.skipped} blank ones skipped" if data.skipped else ""
     for name, value in {

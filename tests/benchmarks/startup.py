@@ -39,9 +39,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             first_step(folder, f"logger={logger}")  # fills the caches
             seconds = [first_step(folder, f"logger={logger}") for _ in range(runs)]
-        print(
-            f"logger={logger}: median {statistics.median(seconds):.1f} s of {runs} runs, {min(seconds):.1f} to {max(seconds):.1f}"
-        )
+        middle = statistics.median(seconds)
+        print(f"logger={logger}: median {middle:.1f} s of {runs} runs, {min(seconds):.1f} to {max(seconds):.1f}")
 
 
 if __name__ == "__main__":

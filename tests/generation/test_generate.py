@@ -81,7 +81,7 @@ def test_a_model_writes_until_it_is_full():
     assert generate(model, TOKENIZER, ["Ann"], full, seed=0)
     with pytest.raises(ValueError, match=rf"max_new_tokens={full + 1}.*max_seq_len=64; at most {full} fit"):
         generate(model, TOKENIZER, ["Ann"], full + 1)
-    with pytest.raises(ValueError, match="prompt has .* tokens with its start token; the model holds 64"):
+    with pytest.raises(ValueError, match=r"prompt has .* tokens with its start token; the model holds 64"):
         generate(model, TOKENIZER, ["Ann sees the cat.\n" * 40])
 
 

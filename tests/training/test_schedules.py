@@ -17,7 +17,9 @@ def test_wsd_by_hand():
 
 def test_cosine_by_hand():
     config = CosineConfig(warmup_steps=1, min_ratio=0.0)
-    assert [rate(config, s, 6) for s in range(6)] == pytest.approx([1, 1, 0.8535534, 0.5, 0.1464466, 0])
+    assert [rate(config, s, 5) for s in range(5)] == pytest.approx([1, 0.8535534, 0.5, 0.1464466, 0])
+    config = CosineConfig(warmup_steps=2, min_ratio=0.5)
+    assert [rate(config, s, 6) for s in range(6)] == pytest.approx([0.5, 1, 0.9267767, 0.75, 0.5732233, 0.5])
 
 
 CONFIGS = st.one_of(
@@ -31,10 +33,12 @@ def test_any_setting_is_defined(config, max_steps):
     rates = [rate(config, s, max_steps) for s in range(max_steps)]
     assert all(0 <= r <= 1 for r in rates)
     assert rates[0] > 0
-    constant = isinstance(config, WSDConfig) and config.decay_fraction * max_steps < 1
-    if config.warmup_steps < max_steps - 1 and not constant:
-        assert rates[-1] == pytest.approx(config.min_ratio)
-        assert max_steps < 2 * config.warmup_steps + 3 or max(rates) == pytest.approx(1)
+    if config.warmup_steps < max_steps:
+        assert max(rates) == pytest.approx(1)
+        constant = max_steps == 1 or (isinstance(config, WSDConfig) and config.decay_fraction == 0)
+        assert rates[-1] == pytest.approx(1 if constant else config.min_ratio)
+    else:
+        assert rates == pytest.approx([(s + 1) / config.warmup_steps for s in range(max_steps)])
 
 
 def test_a_longer_run_is_the_same_until_it_decays():

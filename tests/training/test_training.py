@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 import threading
 
@@ -53,8 +54,8 @@ def same(a: dict, b: dict, **tolerance) -> None:
 
 
 @pytest.mark.parametrize("overrides", [
-    ["trainer.accumulate=2"], ["trainer.accumulate=3"], ["trainer.accumulate=4"], ["trainer.gradient_checkpointing=true"],
-    ["model.attention.kernel=reference"], ["data.workers=2"],
+    ["trainer.accumulate=2"], ["trainer.accumulate=3"], ["trainer.accumulate=4"],
+    ["trainer.gradient_checkpointing=true"], ["model.attention.kernel=reference"], ["data.workers=2"],
 ], ids=str)  # fmt: skip
 def test_micro_batches_checkpointing_and_kernels_do_not_change_the_result(train, overrides):
     plain, other = train("plain", "optimizer=adamw"), train("other", "optimizer=adamw", *overrides)
@@ -159,7 +160,7 @@ def test_a_signal_saves_and_says_how_to_go_on(command, workdir, signum, code):
     resume = re.search(r"go on with: python \S*train\.py (.*)", result.out)[1]
     assert resume.endswith(" resume=runs/mine")
     assert "name=mine" not in resume
-    arguments = resume.replace("max_steps=100000", f"max_steps={step + 2}").split()
+    arguments = shlex.split(resume.replace("max_steps=100000", f"max_steps={step + 2}"))
     result = command("train", *arguments)
     assert f"resuming runs/mine after step {step}" in result.out
     assert read_checkpoint(checkpoints(run)[-1])["global_step"] == step + 2
