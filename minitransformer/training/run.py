@@ -51,7 +51,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         ValueError: the config or the data are wrong; nothing was written then.
         Interrupted: a signal stopped it, after the state was saved.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     _quiet()
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
