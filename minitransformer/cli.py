@@ -124,6 +124,9 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
     except Exception as error:
         failures.append(error)
     for error in failures:
+        if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
         if (line := explain(error, name)) is None:
             raise error
         print(f"error: {line}", file=sys.stderr)

@@ -86,6 +86,8 @@ def tokenised(
             except OSError:
                 if not entry.is_dir():  # not merely that another run was first
                     raise
+        except OSError as error:
+            raise ValueError(f"data.cache_dir={entry.parent} cannot be written: {error.strerror}") from None
         finally:
             shutil.rmtree(building, ignore_errors=True)
     sizes = json.loads((entry / "bytes.json").read_text())

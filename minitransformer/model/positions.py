@@ -92,7 +92,8 @@ class RotaryEncoding(PositionalEncoding):
 
     def rotation(self, positions: Tensor) -> Tensor:
         if self.turns.device != positions.device:
-            self.turns = self.turns.to(positions.device)
+            with torch.inference_mode(False):  # a tensor made in inference mode could not be trained with later
+                self.turns = self.turns.to(positions.device)
         return self.turns[positions.clamp(min=0)].unsqueeze(-2)  # (B, T, 1, d_head / 2)
 
 

@@ -144,6 +144,16 @@ def test_a_cache_that_cannot_be_written_is_named(data, workdir):
         data().prepare()
 
 
+def test_a_full_disk_while_tokenising_is_named_and_leaves_nothing(data, workdir, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(ValueError, match=r"data\.cache_dir=cache cannot be written: No space left on device"):
+        data().prepare()
+    assert list((workdir / "cache").iterdir()) == []
+
+
 def test_resuming_on_other_data_is_refused(data):
     one, other = data(), data(row_length=16)
     one.prepare()

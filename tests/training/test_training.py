@@ -213,6 +213,16 @@ def test_a_step_counts_every_target_once(train, workdir):
     assert found["data/tokens"][-1][1] > 0.9 * 7 * 4 * 32
 
 
+@pytest.mark.parametrize("precision", ["auto", "32", "bf16-mixed", "bf16-true"])
+def test_precisions_train_and_say_what_is_used(command, precision):
+    result = command("train", *TEXT, *SMALL, f"trainer.precision={precision}", "trainer.device=cpu")
+    assert result.code == 0, result.err
+    used = "32-true" if precision in ("auto", "32") else precision
+    assert f"device    cpu (2 threads), precision {used}" in result.out.replace(
+        f"{torch.get_num_threads()} threads", "2 threads"
+    )
+
+
 def test_a_batch_larger_than_the_data_trains(train):
     run = train("mine", "data.batch_size=1000", "trainer.max_steps=2")
     assert [step for step, _ in metrics(run)["train/loss"]] == [2]
