@@ -1,4 +1,6 @@
-"""Attention: the equation written out, the fused kernels behind one call, and the layers around them."""
+"""Attention: the equation written out, the kernels behind one call, and the layers around them."""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -7,11 +9,16 @@ from torch import Tensor, nn
 from minitransformer.model.cache import KVCache
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.masks import Visibility
-from minitransformer.model.positions import rotate
+from minitransformer.model.positions import PositionalEncoding, ShawEncoding, rotate
 
 
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """softmax(Q K^T / sqrt(d_k) + bias) V, written out (Vaswani et al. 2017, equation 1).
 
@@ -19,12 +26,15 @@ def scaled_dot_product_attention(
         query: (..., Tq, d_k); key: (..., Tk, d_k); value: (..., Tk, d_v).
         mask: bool, broadcasts to (..., Tq, Tk); True where a query may see a key.
         bias: broadcasts to (..., Tq, Tk) and is added to the scaled scores.
+        soft_cap: scaled scores pass through cap * tanh(scores / cap) first; 0 leaves them (Gemma 2, 2024).
 
     Returns:
         the output (..., Tq, d_v) and the weights (..., Tq, Tk). A query that sees no key gets zeros.
     """
     scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5  # (..., Tq, Tk)
     scores = scores.float()
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if bias is not None:
         scores = scores + bias
     if mask is None:
@@ -36,8 +46,25 @@ def scaled_dot_product_attention(
     return weights @ value, weights
 
 
+class SelfAttention(nn.Module):
+    """One head, to read first: three projections, and the equation."""
+
+    def __init__(self, d_model: int, d_head: int):
+        super().__init__()
+        self.query = nn.Linear(d_model, d_head, bias=False)
+        self.key = nn.Linear(d_model, d_head, bias=False)
+        self.value = nn.Linear(d_model, d_head, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(B, T, d_model) -> (B, T, d_head), and the weights (B, T, T). mask: True where a query may see a key."""
+        return scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), mask)
+
+
 def _repeat_heads(x: Tensor, n_heads: int) -> Tensor:
     return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
+
+
+# Kernels ---------------------------------------------------------------------------------------------------------
 
 
 def _attend_sliced(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, dropout: float) -> Tensor:
@@ -58,6 +85,45 @@ def _attend_sliced(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, drop
     return torch.cat(outputs).unflatten(0, (batch, length)).transpose(1, 2)
 
 
+def _attend_banded(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, dropout: float) -> Tensor:
+    """Attention in bands as wide as the mask reaches: (B, H, T, D) -> (B, H, T, D), work linear in T."""
+    reach, length = visibility.mask.reach, q.shape[2]
+    _, allowed = visibility.bands  # (B, n, reach, 2 * reach)
+    padding = -length % reach
+    q, k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, reach)) for x in (q, k, v))  # (B, H, n, reach, D)
+    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))
+    # Bands become rows of the batch: (B, n, H, ...) with one mask for all heads of a band.
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    mask = allowed.expand(q.shape[0] // allowed.shape[1], -1, -1, -1).flatten(0, 1).unsqueeze(1)
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    return output.unflatten(0, (-1, allowed.shape[1])).transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+
+def _attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, bias: Tensor | None, cap: float) -> Tensor:
+    """`flex_attention` with a block mask: blocks that nobody sees cost nothing (Dong et al. 2024)."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    positions, numbers, offset = visibility.key_positions, visibility.documents, k.shape[2] - q.shape[2]
+    one_row = len(positions) == 1
+
+    def allow(b, h, qi, ki):
+        b, qi = (0 if one_row else b), qi + offset
+        same = (numbers[b, qi] == numbers[b, ki]) & (numbers[b, qi] >= 0)
+        return same & visibility.mask(positions[b, qi], positions[b, ki])
+
+    def score(s, b, h, qi, ki):
+        s = cap * torch.tanh(s / cap) if cap else s
+        if bias is None:
+            return s
+        return s + bias[b if bias.shape[0] > 1 else 0, h if bias.shape[1] > 1 else 0, qi, ki]
+
+    block_mask = visibility.kept("block_mask", lambda: create_block_mask(
+        allow, None if one_row else len(positions), None, q.shape[2], k.shape[2], device=q.device
+    ))  # fmt: skip
+    flex = torch.compile(flex_attention) if q.is_cuda else flex_attention
+    return flex(q, k, v, score_mod=score if bias is not None or cap else None, block_mask=block_mask)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -66,24 +132,45 @@ def attend(
     bias: Tensor | None = None,
     kernel: str = "auto",
     dropout: float = 0.0,
+    soft_cap: float = 0.0,
+    values_of: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention by the chosen kernel: all kernels give the same numbers.
 
-    q: (B, H, Tq, D); k, v: (B, n_kv_heads, Tk, D). Returns (B, H, Tq, D), and the weights (B, H, Tq, Tk)
-    where the kernel is `reference`.
+    Args:
+        q: (B, H, Tq, D); k, v: (B, n_kv_heads, Tk, D).
+        bias: (B or 1, H, Tq, Tk), added to the scaled scores.
+        values_of: weights (B, H, Tq, Tk) -> (B, H, Tq, D), added to the output (Shaw). Needs the weights, as only the
+            reference kernel has them.
+
+    Returns:
+        (B, H, Tq, D), and the weights where the kernel is `reference`.
+
+    Raises:
+        ValueError: `flex` is asked for gradients on a CPU, where it has none.
     """
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-    if kernel == "reference":
-        output, weights = scaled_dot_product_attention(q, k, v, visibility.dense, bias)
+    if kernel == "reference" or (kernel == "auto" and (soft_cap or values_of is not None)):
+        output, weights = scaled_dot_product_attention(q, k, v, visibility.dense, bias, soft_cap)
         if dropout:
-            output = F.dropout(weights, dropout) @ v
+            dropped = F.dropout(weights, dropout)
+            output = dropped @ v
+        if values_of is not None:
+            output = output + values_of(dropped if dropout else weights)
         return output, weights
-    if bias is None and visibility.is_causal:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True), None
-    if bias is None and visibility.sees_all:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout), None
-    if bias is None and visibility.worth_slicing(q.device):
-        return _attend_sliced(q, k, v, visibility, dropout), None
+    if kernel == "flex":
+        if q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
+            raise ValueError("model.attention.kernel=flex has no gradients on a CPU; train with kernel=auto, or on a GPU")
+        return _attend_flex(q, k, v, visibility, bias, soft_cap), None
+    if bias is None:
+        if visibility.is_causal:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True), None
+        if visibility.sees_all:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout), None
+        if visibility.worth_slicing(q.device):
+            return _attend_sliced(q, k, v, visibility, dropout), None
+        if visibility.worth_banding:
+            return _attend_banded(q, k, v, visibility, dropout), None
     mask = visibility.dense
     if bias is not None:
         mask = torch.where(mask, bias.to(q.dtype), float("-inf"))
@@ -94,39 +181,80 @@ class MultiHeadAttention(nn.Module):
     """Queries, keys, values, attention per head, and the output projection (Vaswani et al. 2017, 3.2.2).
 
     The three input projections are one matrix, `qkv`; with fewer key and value heads than query heads this is
-    grouped-query attention.
+    grouped-query attention (Ainslie et al. 2023), with one multi-query attention (Shazeer 2019).
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        attention = config.attention
         self.n_heads, self.n_kv_heads, self.d_head = config.n_heads, config.kv_heads, config.head_width
-        self.kernel = config.attention.kernel
-        self.dropout = config.dropout
-        self.qkv = nn.Linear(config.d_model, (self.n_heads + 2 * self.n_kv_heads) * self.d_head, bias=config.bias)
-        self.output = nn.Linear(self.n_heads * self.d_head, config.d_model, bias=config.bias)
-        self.qk_norm = config.attention.qk_norm
+        self.kernel, self.soft_cap, self.dropout = attention.kernel, attention.soft_cap, config.dropout
+        self.qkv = nn.Linear(
+            config.d_model,
+            (self.n_heads + 2 * self.n_kv_heads) * self.d_head,
+            bias=config.bias if attention.qkv_bias is None else attention.qkv_bias,
+        )
+        self.output = nn.Linear(
+            self.n_heads * self.d_head,
+            config.d_model,
+            bias=config.bias if attention.output_bias is None else attention.output_bias,
+        )
+        normalise = F.rms_norm if config.norm == "rmsnorm" else F.layer_norm
+        self.qk_norm = normalise if attention.qk_norm else None
 
     def forward(
         self,
         x: Tensor,
-        visibility: Visibility,
-        rotation: Tensor | None = None,
-        bias: Tensor | None = None,
+        visibility: Visibility | None = None,
+        position: PositionalEncoding | None = None,
         cache: KVCache | None = None,
         layer: int = 0,
         return_weights: bool = False,
+        context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, T, d_model) -> (B, T, d_model), and the weights (B, H, T, Tk) if asked for."""
+        """(B, T, d_model) -> (B, T, d_model), and the weights (B, H, T, Tk) if asked for.
+
+        Args:
+            visibility: who may see whom (None: one causal document a row).
+            position: turns queries and keys, and biases the scores, as layer number `layer`.
+            context: (B, Tc, d_model), another sequence that gives the keys and values; all of it is seen.
+        """
+        if context is not None:
+            return self._cross(x, context, return_weights)
+        if visibility is None:
+            visibility = Visibility(torch.arange(x.shape[1], device=x.device)[None], x.shape[1], plain=True)
+        q, k, v = self.project(x, None if position is None else position.rotation(visibility.query_positions))
+        if cache is not None:
+            k, v = cache.append(layer, k, v)
+        bias = values_of = None
+        if position is not None and position.biased:
+            at = visibility.query_positions, visibility.key_positions
+            bias = position.bias(layer, q, *at)
+            q = position.shift_query(layer, q)
+            if isinstance(position, ShawEncoding):
+                values_of = lambda weights: position.values_of(layer, weights, *at)  # noqa: E731
+        kernel = "reference" if return_weights else self.kernel
+        dropout = self.dropout if self.training else 0.0
+        output, weights = attend(q, k, v, visibility, bias, kernel, dropout, self.soft_cap, values_of)
+        return self.output(output.transpose(1, 2).flatten(2)), weights
+
+    def project(self, x: Tensor, rotation: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, d_model) -> queries (B, H, T, D), keys and values (B, n_kv_heads, T, D), normed and turned."""
         heads = self.qkv(x).unflatten(-1, (-1, self.d_head))  # (B, T, H + 2 * H_kv, D)
         qk, v = heads.split((self.n_heads + self.n_kv_heads, self.n_kv_heads), dim=2)
-        if self.qk_norm:
-            qk = F.rms_norm(qk, (self.d_head,), eps=1e-6)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk, (self.d_head,), eps=1e-6)
         if rotation is not None:
             qk = rotate(qk, rotation)
         q, k = qk.split((self.n_heads, self.n_kv_heads), dim=2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
-        if cache is not None:
-            k, v = cache.append(layer, k, v)
-        kernel = "reference" if return_weights else self.kernel
-        output, weights = attend(q, k, v, visibility, bias, kernel, self.dropout if self.training else 0.0)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _cross(self, x: Tensor, context: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Cross-attention: queries of x, keys and values of the context, no positions and no mask."""
+        q, (_, k, v) = self.project(x, None)[0], self.project(context, None)
+        k, v = _repeat_heads(k, self.n_heads), _repeat_heads(v, self.n_heads)
+        if return_weights or self.kernel == "reference" or self.soft_cap:
+            output, weights = scaled_dot_product_attention(q, k, v, soft_cap=self.soft_cap)
+        else:
+            output, weights = F.scaled_dot_product_attention(q, k, v), None
         return self.output(output.transpose(1, 2).flatten(2)), weights

@@ -1,54 +1,92 @@
-"""The keys and values of tokens already read, so that a new token costs one step and not a whole pass."""
+"""What a model remembers of tokens already read, so that a new token costs one step and not a whole pass."""
 
 import torch
 from torch import Tensor
 
 from minitransformer.model.config import ModelConfig
+from minitransformer.model.masks import Mask
+
+
+class Buffer:
+    """The newest entries along dimension 2 of (B, H, capacity, D), allocated once.
+
+    rolling: the oldest make room for new ones; otherwise the buffer is filled once from the front.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], rolling: bool, fill: float = 0, device=None, dtype=None):
+        self.data = torch.full(shape, fill, device=device, dtype=dtype)
+        self.rolling, self.length = rolling, 0
+
+    def append(self, new: Tensor) -> Tensor:
+        """Store (B, H, T, D) and return all that the new ones may look at, themselves last."""
+        if not self.rolling:
+            start, self.length = self.length, self.length + new.shape[2]
+            self.data[:, :, start : self.length] = new
+            return self.data[:, :, : self.length]
+        seen = torch.cat((self.data[:, :, : self.length], new), dim=2)
+        kept = seen[:, :, -self.data.shape[2] :]
+        self.length = kept.shape[2]
+        self.data[:, :, : self.length] = kept
+        return seen
 
 
 class KVCache:
     """Keys and values of every layer, allocated once (Pope et al. 2022, section 3.3).
 
-    keys, values: (n_layers, B, n_kv_heads, max_length, d_head). Only the first `length` columns are filled,
-    and only those are read. positions: (B, max_length), -1 on padding.
+    A layer whose mask reaches back a limited number of tokens keeps only those (Mistral's rolling buffer, Jiang et al.
+    2023); a layer of linear attention keeps its state. Only filled entries are read.
+
+    masks: of each layer. length: tokens read so far. max_length: tokens that may be read.
     """
 
-    def __init__(self, config: ModelConfig, batch_size: int, max_length: int, device=None, dtype=None):
-        shape = (config.n_layers, batch_size, config.kv_heads, max_length, config.head_width)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.positions = torch.full((batch_size, max_length), -1, device=device)
-        self.max_length = max_length
-        self.length = 0
+    def __init__(
+        self, config: ModelConfig, masks: list[Mask], batch_size: int, max_length: int, device=None, dtype=None
+    ):
+        self.max_length, self.length = max_length, 0
         self.plain = True  # no padding and one document a row, so far
+        self.capacity = [min(mask.reach or max_length, max_length) for mask in masks]
+        like = dict(device=device, dtype=dtype)
+
+        def buffer(capacity: int) -> Buffer:
+            shape = (batch_size, config.kv_heads, capacity, config.head_width)
+            return Buffer(shape, rolling=capacity < max_length, **like)
+
+        linear = config.attention.kind != "softmax"
+        self.keys = [] if linear else [buffer(capacity) for capacity in self.capacity]
+        self.values = [] if linear else [buffer(capacity) for capacity in self.capacity]
+        self.states: list[Tensor | None] = [None] * (config.n_layers if linear else 0)
+        self.positions = {
+            capacity: Buffer((batch_size, 1, capacity, 1), capacity < max_length, -1, device, torch.long)
+            for capacity in ({1} if linear else set(self.capacity))
+        }
+        self.last = torch.full((batch_size, 1), -1, device=device)  # the newest position of each row
 
     @property
     def nbytes(self) -> int:
         """Bytes held, filled or not."""
-        return self.keys.nbytes + self.values.nbytes + self.positions.nbytes
+        buffers = [*self.keys, *self.values, *self.positions.values()]
+        return sum(b.data.nbytes for b in buffers) + sum(s.nbytes for s in self.states if s is not None)
 
-    def append_positions(self, positions: Tensor | None, n_tokens: int) -> Tensor:
-        """Note the positions of the coming tokens (None: each row goes on by one) and return all, (B, length).
+    def append_positions(self, positions: Tensor | None, n_tokens: int) -> dict[int, Tensor]:
+        """Note the positions of the coming tokens, (B, T) (None: each row goes on by one).
+
+        Returns what the layers of each capacity will look at, (B, Tk) positions.
 
         Raises:
             ValueError: the tokens do not fit.
         """
-        end = self.length + n_tokens
-        if end > self.max_length:
+        if self.length + n_tokens > self.max_length:
             raise ValueError(f"the cache holds {self.max_length} tokens; {self.length} + {n_tokens} do not fit")
         if positions is None:
-            last = self.positions[:, self.length - 1 : self.length] if self.length else self.positions[:, :1]
-            positions = last + torch.arange(1, n_tokens + 1, device=last.device)
+            positions = self.last + torch.arange(1, n_tokens + 1, device=self.last.device)
         else:
-            expected = torch.arange(self.length, end, device=positions.device)
+            expected = torch.arange(self.length, self.length + n_tokens, device=positions.device)
             self.plain = self.plain and bool((positions == expected).all())
-        self.positions[:, self.length : end] = positions
-        self.length = end
-        return self.positions[:, :end]
+            positions = positions.expand(len(self.last), -1)
+        self.length += n_tokens
+        self.last = positions[:, -1:]
+        return {capacity: b.append(positions[:, None, :, None])[:, 0, :, 0] for capacity, b in self.positions.items()}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, H, T, D) of the newest tokens and return all, (B, H, length, D)."""
-        start = self.length - keys.shape[2]
-        self.keys[layer, :, :, start : self.length] = keys
-        self.values[layer, :, :, start : self.length] = values
-        return self.keys[layer, :, :, : self.length], self.values[layer, :, :, : self.length]
+        """Store (B, H, T, D) of the newest tokens and return all that they may look at, (B, H, Tk, D)."""
+        return self.keys[layer].append(keys), self.values[layer].append(values)

@@ -3,11 +3,16 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-POSITIONS = ("none", "sinusoidal", "learned", "rotary")
+POSITIONS = ("none", "sinusoidal", "learned", "rotary", "alibi", "t5", "shaw", "transformer_xl")
+BIASED_POSITIONS = ("alibi", "t5", "shaw", "transformer_xl")
+SCALINGS = ("none", "linear", "ntk", "yarn")
 NORMS = ("rmsnorm", "layernorm")
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", "swiglu")
-INITS = ("zero_residual", "gpt2")
-KERNELS = ("auto", "reference", "sdpa")
+NORM_PLACEMENTS = ("pre", "post", "sandwich")
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu")
+INITS = ("zero_residual", "gpt2", "xavier", "d_model")
+KINDS = ("softmax", "elu", "performer")
+PATTERNS = ("full", "window", "bigbird", "strided", "fixed")
+KERNELS = ("auto", "reference", "sdpa", "flex")
 
 
 def choose(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -30,15 +35,76 @@ def fraction(name: str, value: float) -> None:
 
 @dataclass
 class AttentionConfig:
-    """How attention is computed inside every block.
+    """How tokens are mixed inside every block.
 
+    kind: softmax | elu (linear attention, Katharopoulos et al. 2020) | performer (Choromanski et al. 2021).
     kernel: `auto` takes the fastest kernel that is exact, `reference` the written-out equation,
-        `sdpa` torch's fused `F.scaled_dot_product_attention`.
+        `sdpa` torch's fused `F.scaled_dot_product_attention`, `flex` `flex_attention` (trains on a GPU only).
+    pattern: what each layer may see, repeated over the depth: full | window | bigbird | strided | fixed.
+    window: newest tokens seen by `window` and `bigbird`. global_tokens: first tokens seen by all in `bigbird`.
+    block, random_blocks: size and number of the random blocks of `bigbird`.
+    stride: of `strided` and `fixed`. summary: last places of each stride that all may see in `fixed`.
     qk_norm: normalise queries and keys per head before they meet (Henry et al. 2020).
+    soft_cap: scores pass through cap * tanh(scores / cap); 0 leaves them (Gemma 2, 2024).
+    qkv_bias, output_bias: biases of the projections (None: as `model.bias`).
+    features: random features of a performer head (None: 2 * d_head).
     """
 
+    kind: str = "softmax"
     kernel: str = "auto"
+    pattern: list[str] = field(default_factory=lambda: ["full"])
+    window: int = 128
+    global_tokens: int = 16
+    block: int = 16
+    random_blocks: int = 2
+    stride: int = 64
+    summary: int = 8
     qk_norm: bool = False
+    soft_cap: float = 0.0
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    features: int | None = None
+
+    def __post_init__(self) -> None:
+        choose("model.attention.kind", self.kind, KINDS)
+        choose("model.attention.kernel", self.kernel, KERNELS)
+        if not self.pattern:
+            raise ValueError("model.attention.pattern is empty; name at least one, such as [full]")
+        for name in self.pattern:
+            choose("model.attention.pattern", name, PATTERNS)
+        for name in ("window", "block", "stride", "summary"):
+            at_least(f"model.attention.{name}", getattr(self, name), 1)
+        for name in ("global_tokens", "random_blocks", "soft_cap"):
+            at_least(f"model.attention.{name}", getattr(self, name), 0)
+        if self.features is not None:
+            at_least("model.attention.features", self.features, 1)
+        if self.summary > self.stride:
+            raise ValueError(f"model.attention.summary={self.summary} is more than model.attention.stride={self.stride}")
+
+
+@dataclass
+class RotaryConfig:
+    """Rotary positions (Su et al. 2021).
+
+    base: of the frequencies. fraction: the part of each head's width that is turned.
+    scaling: none | linear | ntk | yarn, for reading `factor` times the `original_length` that a model was trained on
+        (None: max_seq_len / factor).
+    """
+
+    base: float = 10_000.0
+    fraction: float = 1.0
+    scaling: str = "none"
+    factor: float = 1.0
+    original_length: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("model.rotary.base", self.base, 1)
+        at_least("model.rotary.factor", self.factor, 1)
+        choose("model.rotary.scaling", self.scaling, SCALINGS)
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"model.rotary.fraction={self.fraction} is out of range; it must be above 0 and at most 1")
+        if self.scaling == "none" and self.factor != 1:
+            raise ValueError(f"model.rotary.factor={self.factor} needs model.rotary.scaling: linear, ntk or yarn")
 
 
 @dataclass
@@ -50,17 +116,20 @@ class ModelConfig:
     n_layers, n_heads: blocks, and query heads in each.
     n_kv_heads: key and value heads (None: n_heads). Fewer is grouped-query attention (Ainslie et al. 2023).
     d_head: width of a head (None: d_model / n_heads).
-    d_ff: inner width of the feed-forward (None: 4 * d_model, or 8/3 * d_model rounded up to 32 for swiglu).
+    d_ff: inner width of the feed-forward (None: 4 * d_model, or 8/3 * d_model rounded up to 32 for swiglu, geglu).
     max_seq_len: longest sequence in tokens.
-    position: none | sinusoidal | learned | rotary.
-    rotary_base: the base of rotary frequencies (Su et al. 2021).
+    position: none | sinusoidal | learned | rotary | alibi | t5 | shaw | transformer_xl (see `positions`).
     norm: rmsnorm (Zhang and Sennrich 2019) | layernorm (Ba et al. 2016).
-    activation: gelu | gelu_tanh | relu2 (So et al. 2021) | swiglu (Shazeer 2020).
+    norm_placement: pre (Xiong et al. 2020) | post (Vaswani et al. 2017) | sandwich (before and after, Ding et al. 2021).
+    norm_eps: added to the variance.
+    parallel: attention and feed-forward read the same stream side by side (Wang and Komatsuzaki 2021, GPT-J).
+    activation: gelu | gelu_tanh | relu | relu2 (So et al. 2021) | swiglu | geglu (Shazeer 2020).
     bias: biases in the linear layers and in layernorm.
     dropout: probability of zeroing attention weights, branch outputs and embeddings in training.
     tie_embeddings: one matrix is both the embedding and the head (Press and Wolf 2017).
     logit_soft_cap: logits pass through cap * tanh(logits / cap); 0 leaves them (Gemma 2, 2024).
-    init: zero_residual (output projections start at 0) | gpt2 (normal 0.02, residual ones scaled by depth).
+    init: zero_residual (output projections start at 0) | gpt2 (normal 0.02, residual ones scaled by depth) |
+        xavier (Glorot and Bengio 2010) | d_model (normal, 1 / sqrt(d_model)).
     """
 
     vocab_size: int | None = None
@@ -72,8 +141,10 @@ class ModelConfig:
     d_ff: int | None = None
     max_seq_len: int = 256
     position: str = "rotary"
-    rotary_base: float = 10_000.0
     norm: str = "rmsnorm"
+    norm_placement: str = "pre"
+    norm_eps: float = 1e-6
+    parallel: bool = False
     activation: str = "relu2"
     bias: bool = False
     dropout: float = 0.0
@@ -81,6 +152,7 @@ class ModelConfig:
     logit_soft_cap: float = 0.0
     init: str = "zero_residual"
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "max_seq_len"):
@@ -89,13 +161,16 @@ class ModelConfig:
             if getattr(self, name) is not None:
                 at_least(f"model.{name}", getattr(self, name), 1)
         at_least("model.logit_soft_cap", self.logit_soft_cap, 0)
-        at_least("model.rotary_base", self.rotary_base, 1)
         fraction("model.dropout", self.dropout)
         choose("model.position", self.position, POSITIONS)
         choose("model.norm", self.norm, NORMS)
+        choose("model.norm_placement", self.norm_placement, NORM_PLACEMENTS)
         choose("model.activation", self.activation, ACTIVATIONS)
         choose("model.init", self.init, INITS)
-        choose("model.attention.kernel", self.attention.kernel, KERNELS)
+        if not 0 < self.norm_eps < 1:
+            raise ValueError(f"model.norm_eps={self.norm_eps} is out of range; it must lie between 0 and 1")
+        if self.parallel and self.norm_placement == "post":
+            raise ValueError("model.parallel=true cannot go with model.norm_placement=post; choose pre or sandwich")
         if self.d_head is None and self.d_model % self.n_heads:
             raise ValueError(
                 f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; "
@@ -110,6 +185,38 @@ class ModelConfig:
             raise ValueError(f"model.d_head={self.head_width} is odd; model.position=rotary turns pairs of dimensions")
         if self.position == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"model.d_model={self.d_model} is odd; model.position=sinusoidal needs an even width")
+        if self.position == "transformer_xl" and self.d_model % 2:
+            raise ValueError(f"model.d_model={self.d_model} is odd; model.position=transformer_xl needs an even width")
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        """Refuse what no kernel can do, naming the nearest choice that works."""
+        attention, kernel = self.attention, self.attention.kernel
+        named = f"model.attention.kernel={kernel}"
+        if self.position == "shaw" and kernel in ("sdpa", "flex"):
+            raise ValueError(f"{named} cannot do model.position=shaw, whose values need the weights; use auto or reference")
+        if attention.soft_cap and kernel == "sdpa":
+            raise ValueError(f"{named} cannot do model.attention.soft_cap; use auto, reference or flex")
+        if self.dropout and kernel == "flex":
+            raise ValueError(f"{named} cannot do model.dropout={self.dropout}; use auto or sdpa, or no dropout")
+        if self.position != "rotary" and self.rotary != RotaryConfig():
+            raise ValueError(f"model.rotary is set, and model.position={self.position} does not use it; use position=rotary")
+        if attention.kind == "softmax":
+            if attention.features is not None:
+                raise ValueError("model.attention.features is for model.attention.kind=performer")
+            return
+        kind = f"model.attention.kind={attention.kind}"
+        if self.position in BIASED_POSITIONS:
+            works = ", ".join(p for p in POSITIONS if p not in BIASED_POSITIONS)
+            raise ValueError(f"{kind} has no scores for model.position={self.position} to add to; choose {works}")
+        if kernel in ("sdpa", "flex"):
+            raise ValueError(f"{kind} does not use {named}; use auto or reference")
+        if set(attention.pattern) != {"full"}:
+            raise ValueError(f"{kind} cannot do model.attention.pattern={attention.pattern}; use [full]")
+        if attention.soft_cap:
+            raise ValueError(f"{kind} has no scores for model.attention.soft_cap={attention.soft_cap}; use 0")
+        if attention.features is not None and attention.kind != "performer":
+            raise ValueError("model.attention.features is for model.attention.kind=performer")
 
     @property
     def kv_heads(self) -> int:
@@ -120,10 +227,14 @@ class ModelConfig:
         return self.d_model // self.n_heads if self.d_head is None else self.d_head
 
     @property
+    def gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu")
+
+    @property
     def ff_width(self) -> int:
         if self.d_ff is not None:
             return self.d_ff
-        if self.activation == "swiglu":
+        if self.gated:
             return -(-8 * self.d_model // (3 * 32)) * 32
         return 4 * self.d_model
 
@@ -135,9 +246,10 @@ class ModelConfig:
             ValueError: a key is not a field of ModelConfig (the checkpoint is from another version).
         """
         values = dict(values)
-        attention = values.pop("attention", {})
-        for owner, given in ((cls, values), (AttentionConfig, attention)):
+        parts = {"attention": AttentionConfig, "rotary": RotaryConfig}
+        inner = {name: values.pop(name, {}) for name in parts}
+        for owner, given in ((cls, values), *((parts[name], inner[name]) for name in parts)):
             unknown = sorted(set(given) - {f.name for f in fields(owner)})
             if unknown:
                 raise ValueError(f"the saved model config has unknown fields: {', '.join(unknown)}")
-        return cls(**values, attention=AttentionConfig(**attention))
+        return cls(**values, **{name: parts[name](**inner[name]) for name in parts})

@@ -13,26 +13,80 @@ from torch import Tensor
 
 
 class Mask:
-    """A function of indices with `&` and `|`."""
+    """A function of indices with `&` and `|`.
 
-    def __init__(self, allow: Callable[[Tensor, Tensor], Tensor]):
-        self.allow = allow
+    reach: no query sees a key this many positions before it, or further; None where some may.
+    contiguous: a query sees itself and all keys before it within reach, and nothing else.
+    """
+
+    def __init__(
+        self, allow: Callable[[Tensor, Tensor], Tensor], reach: int | None = None, contiguous: bool = False
+    ):
+        self.allow, self.reach, self.contiguous = allow, reach, contiguous
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
         return self.allow(q, k)
 
     def __and__(self, other: "Mask") -> "Mask":
-        return Mask(lambda q, k: self(q, k) & other(q, k))
+        reaches = [r for r in (self.reach, other.reach) if r is not None]
+        return Mask(lambda q, k: self(q, k) & other(q, k), min(reaches, default=None))
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Mask(lambda q, k: self(q, k) | other(q, k))
+        reach = None if self.reach is None or other.reach is None else max(self.reach, other.reach)
+        return Mask(lambda q, k: self(q, k) | other(q, k), reach)
 
 
-causal = Mask(lambda q, k: k <= q)
+causal = Mask(lambda q, k: k <= q, contiguous=True)
+
+
+def window(size: int) -> Mask:
+    """The `size` newest tokens, itself among them (Beltagy et al. 2020, Longformer; Jiang et al. 2023, Mistral)."""
+    return Mask(lambda q, k: (k <= q) & (q - k < size), reach=size, contiguous=True)
+
+
+def first(n: int) -> Mask:
+    """The first `n` tokens of the document are seen by all that follow (global tokens of Longformer and BigBird)."""
+    return Mask(lambda q, k: (k <= q) & (k < n))
+
+
+def random_blocks(block: int, per_query: int, seed: int = 0) -> Mask:
+    """Each block of queries sees `per_query` earlier blocks, the same ones every time (Zaheer et al. 2020, BigBird).
+
+    Which ones is a hash of the block's number, so no table bounds the length.
+    """
+
+    def allow(q: Tensor, k: Tensor) -> Tensor:
+        q_block, k_block = q.clamp(min=0) // block, k.clamp(min=0) // block
+        seen = torch.zeros((), dtype=torch.bool, device=q.device)
+        for i in range(per_query):
+            mixed = (q_block * 2654435761 + (i + 1) * 40503 + seed * 97) & 0x7FFFFFFF
+            mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0x7FFFFFFF
+            seen = seen | (k_block == mixed % q_block.clamp(min=1))
+        return (k <= q) & seen
+
+    return Mask(allow)
+
+
+def strided(stride: int) -> Mask:
+    """The `stride` newest tokens, and every `stride`-th before them (Child et al. 2019, Sparse Transformer)."""
+    return Mask(lambda q, k: (k <= q) & ((q - k < stride) | ((q - k) % stride == 0)))
+
+
+def fixed(stride: int, summary: int) -> Mask:
+    """The query's own block of `stride`, and the last `summary` places of every block (Child et al. 2019)."""
+    return Mask(lambda q, k: (k <= q) & ((q // stride == k // stride) | (k % stride >= stride - summary)))
+
+
+def prefix(length: Tensor | int) -> Mask:
+    """Any query sees the first `length` tokens of its document (Raffel et al. 2020, prefix LM); or it to causal."""
+    return Mask(lambda q, k: (k >= 0) & (k < length))
 
 
 def documents(positions: Tensor) -> Tensor:
-    """Number the documents of each row: (B, T) positions -> (B, T) document numbers from 1, or -1 on padding."""
+    """Number the documents of each row: (B, T) positions -> (B, T), -1 on padding.
+
+    A document whose start lies before the row, as in a rolling cache, has number 0.
+    """
     return torch.where(positions < 0, -1, (positions == 0).cumsum(-1))
 
 
@@ -41,7 +95,7 @@ SLICE_TOKENS = 32
 
 
 class Visibility:
-    """What each query of one forward pass may see, worked out once and shared by all layers.
+    """What each query of one forward pass may see, worked out once and shared by the layers with the same mask.
 
     key_positions: (B, Tk), cached keys first; the queries are its last `n_queries` columns.
     plain: True when the caller knows that every row is one document without padding, which spares
@@ -60,33 +114,70 @@ class Visibility:
 
     @cached_property
     def plain(self) -> bool:
-        """Is every row one document from position 0 on, without padding?"""
+        """Is every row a stretch of one document, without padding?"""
         if self._plain is not None:
             return self._plain
         expected = torch.arange(self.key_positions.shape[1], device=self.key_positions.device)
         return bool((self.key_positions == expected).all())
 
     @property
+    def whole(self) -> bool:
+        """Are the queries all the keys, so that nothing comes from a cache?"""
+        return self.n_queries == self.key_positions.shape[1]
+
+    @property
+    def _reaches_all(self) -> bool:
+        """Does every query see all that lies before it in its document?"""
+        return self.mask.contiguous and (self.mask.reach is None or self.key_positions.shape[1] <= self.mask.reach)
+
+    @property
     def is_causal(self) -> bool:
         """Is this exactly the lower triangle?"""
-        return self.plain and self.mask is causal and self.n_queries == self.key_positions.shape[1]
+        return self.plain and self.whole and self._reaches_all
 
     @property
     def sees_all(self) -> bool:
         """May every query see every key? So it is when one new token follows a cached document."""
-        return self.plain and self.mask is causal and self.n_queries == 1
+        return self.plain and self.n_queries == 1 and self._reaches_all
+
+    def allowed(self, q_columns: Tensor, k_columns: Tensor) -> Tensor:
+        """(..., q), (..., k) columns of the row -> (B, ..., q, k), True where attention is permitted."""
+        positions, numbers = self.key_positions, self.documents
+        q, k = positions[:, q_columns].unsqueeze(-1), positions[:, k_columns].unsqueeze(-2)
+        q_document, k_document = numbers[:, q_columns].unsqueeze(-1), numbers[:, k_columns].unsqueeze(-2)
+        return (q_document == k_document) & (q_document >= 0) & self.mask(q, k)
+
+    @cached_property
+    def documents(self) -> Tensor:
+        """(B, Tk), see `documents`."""
+        return documents(self.key_positions)
 
     @cached_property
     def dense(self) -> Tensor:
         """(B, 1, Tq, Tk), True where attention is permitted."""
-        key_documents = documents(self.key_positions)
-        query_documents = key_documents[:, -self.n_queries :]
-        same = (query_documents[:, :, None] == key_documents[:, None, :]) & (query_documents[:, :, None] > 0)
-        return (same & self.mask(self.query_positions[:, :, None], self.key_positions[:, None, :])).unsqueeze(1)
+        columns = torch.arange(self.key_positions.shape[1], device=self.key_positions.device)
+        return self.allowed(columns[-self.n_queries :], columns).unsqueeze(1)
+
+    @cached_property
+    def worth_banding(self) -> bool:
+        """Does a short reach make attention in bands of that width cheaper than over whole rows?"""
+        return self.whole and self.mask.reach is not None and self.n_queries >= 4 * self.mask.reach
+
+    @cached_property
+    def bands(self) -> tuple[Tensor, Tensor]:
+        """Rows cut into bands of `reach` queries: the key columns of each, (n, 2 * reach), -1 before the row's start,
+        and (B, n, reach, 2 * reach), True where attention is permitted. Queries past the row's end see nothing."""
+        length, reach = self.n_queries, self.mask.reach
+        n = -(-length // reach)
+        columns = torch.arange(n * reach, device=self.key_positions.device).view(n, reach)
+        keys = torch.cat((columns - reach, columns), dim=1)
+        inside = (columns < length).unsqueeze(-1) & ((keys >= 0) & (keys < length)).unsqueeze(-2)
+        allowed = self.allowed(columns.clamp(max=length - 1), keys.clamp(0, length - 1))
+        return keys, allowed & inside
 
     def worth_slicing(self, device: torch.device) -> bool:
         """Is attention document by document possible and faster? On a GPU many small calls are not."""
-        if device.type != "cpu" or self.mask is not causal or self.n_queries != self.key_positions.shape[1]:
+        if device.type != "cpu" or not self.whole or not self._reaches_all:
             return False
         return sum(pieces for pieces, _, _ in self.slices) * SLICE_TOKENS <= self.key_positions.numel()
 
