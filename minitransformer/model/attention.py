@@ -104,7 +104,9 @@ class MultiHeadAttention(nn.Module):
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.d_model, (self.n_heads + 2 * self.n_kv_heads) * self.d_head, bias=config.bias)
         self.output = nn.Linear(self.n_heads * self.d_head, config.d_model, bias=config.bias)
-        self.qk_norm = config.attention.qk_norm
+        normalise = F.rms_norm if config.norm == "rmsnorm" else F.layer_norm
+        width = (self.d_head,)
+        self.qk_norm = (lambda x: normalise(x, width, eps=1e-6)) if config.attention.qk_norm else None
 
     def forward(
         self,
@@ -119,8 +121,8 @@ class MultiHeadAttention(nn.Module):
         """(B, T, d_model) -> (B, T, d_model), and the weights (B, H, T, Tk) if asked for."""
         heads = self.qkv(x).unflatten(-1, (-1, self.d_head))  # (B, T, H + 2 * H_kv, D)
         qk, v = heads.split((self.n_heads + self.n_kv_heads, self.n_kv_heads), dim=2)
-        if self.qk_norm:
-            qk = F.rms_norm(qk, (self.d_head,), eps=1e-6)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
         if rotation is not None:
             qk = rotate(qk, rotation)
         q, k = qk.split((self.n_heads, self.n_kv_heads), dim=2)

@@ -34,7 +34,8 @@ class AttentionConfig:
 
     kernel: `auto` takes the fastest kernel that is exact, `reference` the written-out equation,
         `sdpa` torch's fused `F.scaled_dot_product_attention`.
-    qk_norm: normalise queries and keys per head before they meet (Henry et al. 2020).
+    qk_norm: normalise queries and keys per head before they meet, with the model's kind of norm and no gain
+        (Henry et al. 2020).
     """
 
     kernel: str = "auto"
