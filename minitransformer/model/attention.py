@@ -105,8 +105,7 @@ class MultiHeadAttention(nn.Module):
         self.qkv = nn.Linear(config.d_model, (self.n_heads + 2 * self.n_kv_heads) * self.d_head, bias=config.bias)
         self.output = nn.Linear(self.n_heads * self.d_head, config.d_model, bias=config.bias)
         normalise = F.rms_norm if config.norm == "rmsnorm" else F.layer_norm
-        width = (self.d_head,)
-        self.qk_norm = (lambda x: normalise(x, width, eps=1e-6)) if config.attention.qk_norm else None
+        self.qk_norm = normalise if config.attention.qk_norm else None
 
     def forward(
         self,
@@ -122,7 +121,7 @@ class MultiHeadAttention(nn.Module):
         heads = self.qkv(x).unflatten(-1, (-1, self.d_head))  # (B, T, H + 2 * H_kv, D)
         qk, v = heads.split((self.n_heads + self.n_kv_heads, self.n_kv_heads), dim=2)
         if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
+            qk = self.qk_norm(qk, (self.d_head,), eps=1e-6)
         if rotation is not None:
             qk = rotate(qk, rotation)
         q, k = qk.split((self.n_heads, self.n_kv_heads), dim=2)
