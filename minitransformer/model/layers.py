@@ -5,13 +5,15 @@ from torch import Tensor, nn
 
 from minitransformer.model.attention import MultiHeadAttention
 from minitransformer.model.config import ModelConfig
+from minitransformer.model.linear import LinearAttention
+from minitransformer.model.masks import Visibility
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
     """A norm over the last dimension, (..., d_model) -> (..., d_model)."""
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.d_model, eps=1e-6)
-    return nn.LayerNorm(config.d_model, bias=config.bias)
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -22,18 +24,19 @@ def relu_squared(x: Tensor) -> Tensor:
 ACTIVATION = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
     "relu2": relu_squared,
     "swiglu": F.silu,
+    "geglu": F.gelu,
 }
 
 
 class FeedForward(nn.Module):
-    """Two matrices around an activation; for swiglu a third gates it (Shazeer 2020)."""
+    """Two matrices around an activation; for swiglu and geglu a third gates it (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gated = config.activation == "swiglu"
-        self.activation = ACTIVATION[config.activation]
+        self.gated, self.kind = config.gated, config.activation
         self.input = nn.Linear(config.d_model, config.ff_width * (2 if self.gated else 1), bias=config.bias)
         self.output = nn.Linear(config.ff_width, config.d_model, bias=config.bias)
 
@@ -42,23 +45,40 @@ class FeedForward(nn.Module):
         x = self.input(x)
         if self.gated:
             gate, x = x.chunk(2, dim=-1)
-            return self.output(self.activation(gate) * x)
-        return self.output(self.activation(x))
+            return self.output(ACTIVATION[self.kind](gate) * x)
+        return self.output(ACTIVATION[self.kind](x))
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + feed_forward(norm(x)) (Xiong et al. 2020)."""
+    """Attention and feed-forward, each added to the stream x.
+
+    pre: x + f(norm(x)). post: norm(x + f(x)). sandwich: x + norm(f(norm(x))).
+    parallel: x + attention(norm(x)) + feed_forward(norm(x)).
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.placement, self.parallel = config.norm_placement, config.parallel
         self.attention_norm = make_norm(config)
-        self.attention = MultiHeadAttention(config)
+        self.attention = (MultiHeadAttention if config.attention.kind == "softmax" else LinearAttention)(config)
         self.feed_forward_norm = make_norm(config)
         self.feed_forward = FeedForward(config)
+        sandwich = self.placement == "sandwich"
+        self.attention_out_norm = make_norm(config) if sandwich else nn.Identity()
+        self.feed_forward_out_norm = make_norm(config) if sandwich else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, visibility, **attention) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, visibility: Visibility, **attention) -> tuple[Tensor, Tensor | None]:
         """(B, T, d_model) -> (B, T, d_model), and the attention weights if asked for."""
+        if self.placement == "post":
+            mixed, weights = self.attention(x, visibility, **attention)
+            x = self.attention_norm(x + self.dropout(mixed))
+            return self.feed_forward_norm(x + self.dropout(self.feed_forward(x))), weights
         mixed, weights = self.attention(self.attention_norm(x), visibility, **attention)
-        x = x + self.dropout(mixed)
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x))), weights
+        mixed = self.dropout(self.attention_out_norm(mixed))
+        if self.parallel:
+            fed = self.feed_forward(self.feed_forward_norm(x))
+            return x + mixed + self.dropout(self.feed_forward_out_norm(fed)), weights
+        x = x + mixed
+        fed = self.feed_forward(self.feed_forward_norm(x))
+        return x + self.dropout(self.feed_forward_out_norm(fed)), weights

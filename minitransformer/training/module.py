@@ -7,15 +7,14 @@ from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minitransformer.checkpoint import HEADER, describe
 from minitransformer.data.datamodule import Batch
-from minitransformer.data.packing import IGNORE
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import AdamWConfig, ScheduleConfig, TrainerConfig
+from minitransformer.training.loss import head_cross_entropy
 from minitransformer.training.optimizers import make_optimizer
 from minitransformer.training.schedules import rate
 
@@ -53,9 +52,10 @@ class LanguageModel(pl.LightningModule):
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """The summed cross-entropy in nats over all targets, in fp32."""
-        logits = self.model(batch.tokens, positions=batch.positions)
-        return F.cross_entropy(
-            logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        x, _ = self.model.features(batch.tokens, positions=batch.positions)
+        model = self.model
+        return head_cross_entropy(
+            x.flatten(0, 1), model.head.weight, batch.targets.flatten(), model.config.logit_soft_cap
         )
 
     # Training --------------------------------------------------------------------------------------------------

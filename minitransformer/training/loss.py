@@ -1,0 +1,68 @@
+"""Cross-entropy of the head without a full table of logits."""
+
+import torch
+from torch import Tensor
+
+from minitransformer.data.packing import IGNORE
+
+CHUNK = 2**22  # logits at once, as long as they make rows enough for a fast product
+LEAST_ROWS = 256
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    """Loss and gradients in one sweep over chunks of places, as in Wijmans et al. 2025 and Liger (Hsu et al. 2024)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        w = weight.to(dtype)
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_w = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
+        loss = torch.zeros((), dtype=exact, device=x.device)
+        rows = max(LEAST_ROWS, CHUNK // len(weight))
+        for start in range(0, len(x), rows):
+            chunk, target = x[start : start + rows].to(dtype), targets[start : start + rows]
+            kept = (target != IGNORE).unsqueeze(-1)
+            target = target.clamp(min=0).unsqueeze(-1)
+            with torch.autocast(kind, enabled=False):
+                logits = (chunk @ w.T).to(exact)  # (rows, V)
+                if cap:
+                    logits = cap * torch.tanh(logits / cap)
+                normaliser = logits.logsumexp(-1, keepdim=True)
+                loss += ((normaliser - logits.gather(-1, target)) * kept).sum()
+                if grad_x is None and grad_w is None:
+                    continue
+                slope = 1 - (logits / cap).square() if cap else None
+                grad = logits.sub_(normaliser).exp_()  # softmax, then softmax minus one at the target
+                grad.scatter_add_(-1, target, torch.full_like(normaliser, -1))
+                grad *= kept
+                if slope is not None:
+                    grad *= slope
+                grad = grad.to(dtype)
+                if grad_x is not None:
+                    grad_x[start : start + rows] = grad @ w
+                if grad_w is not None:
+                    grad_w += grad.T @ chunk
+        ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):
+        grad_x, grad_w = ctx.saved_tensors
+        return (
+            None if grad_x is None else grad_x * grad_loss.to(grad_x.dtype),
+            None if grad_w is None else grad_w * grad_loss.to(grad_w.dtype),
+            None,
+            None,
+        )
+
+
+def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, soft_cap: float = 0.0) -> Tensor:
+    """Summed cross-entropy in nats, at least in fp32, of the logits x @ weight.T (soft-capped if asked for).
+
+    x: (N, d_model); weight: (V, d_model); targets: (N,) ids, or IGNORE where a place does not count. Under autocast
+    the products run in its dtype, the softmax in fp32. Memory is that of a few rows of logits, whatever N.
+    """
+    return _HeadCrossEntropy.apply(x, weight, targets, soft_cap)

@@ -1,0 +1,63 @@
+"""The chunked loss is the plain one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitransformer.data.packing import IGNORE
+from minitransformer.training import loss
+from minitransformer.training.loss import head_cross_entropy
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+@pytest.mark.parametrize("chunk", [1, 100, 10**6])
+def test_loss_and_gradients_equal_torch(chunk, soft_cap, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK", chunk)
+    monkeypatch.setattr(loss, "LEAST_ROWS", 1)
+    torch.manual_seed(0)
+    x, w = torch.randn(23, 8, dtype=torch.float64), torch.randn(30, 8, dtype=torch.float64)
+    targets = torch.randint(30, (23,))
+    targets[::4] = IGNORE
+    results = []
+    for fused in (False, True):
+        x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
+        if fused:
+            value = head_cross_entropy(x_, w_, targets, soft_cap)
+        else:
+            logits = x_ @ w_.T
+            logits = soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
+            value = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        (3 * value).backward()
+        results.append((value.detach(), x_.grad, w_.grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+
+
+def test_without_gradients_and_with_frozen_parts():
+    x, w, targets = torch.randn(9, 4), torch.randn(7, 4), torch.randint(7, (9,))
+    expected = F.cross_entropy(x @ w.T, targets, reduction="sum")
+    torch.testing.assert_close(head_cross_entropy(x, w, targets), expected)
+    w.requires_grad_()
+    head_cross_entropy(x, w, targets).backward()
+    assert x.grad is None
+    assert w.grad is not None
+
+
+def test_autocast_multiplies_in_bf16_and_sums_in_fp32():
+    torch.manual_seed(0)
+    x, w, targets = torch.randn(64, 16), torch.randn(50, 16, requires_grad=True), torch.randint(50, (64,))
+    with torch.autocast("cpu", torch.bfloat16):
+        value = head_cross_entropy(x, w, targets)
+    value.backward()
+    assert value.dtype == w.grad.dtype == torch.float32
+    logits = (x.bfloat16() @ w.bfloat16().T).float()
+    torch.testing.assert_close(value, F.cross_entropy(logits, targets, reduction="sum"), rtol=1e-5, atol=1e-3)
+    assert value != F.cross_entropy(x @ w.T, targets, reduction="sum")
+
+
+def test_all_places_ignored_is_zero():
+    x = torch.randn(5, 4, requires_grad=True)
+    value = head_cross_entropy(x, torch.randn(7, 4), torch.full((5,), IGNORE))
+    value.backward()
+    assert value == 0
+    assert x.grad.eq(0).all()
