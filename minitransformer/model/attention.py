@@ -223,7 +223,7 @@ class MultiHeadAttention(nn.Module):
             return self._cross(x, context, return_weights)
         if visibility is None:
             visibility = Visibility(torch.arange(x.shape[1], device=x.device)[None], x.shape[1], plain=True)
-        q, k, v = self.project(x, None if position is None else position.rotation(visibility.query_positions))
+        q, k, v = self.project(x, None if position is None else visibility.rotation(position))
         if cache is not None:
             k, v = cache.append(layer, k, v)
         bias = values_of = None

@@ -44,20 +44,20 @@ class KVCache:
     ):
         self.max_length, self.length = max_length, 0
         self.plain = True  # no padding and one document a row, so far
-        self.capacity = [min(mask.reach or max_length, max_length) for mask in masks]
+        linear = config.attention.kind != "softmax"
+        self.capacity = [1 if linear else min(mask.reach or max_length, max_length) for mask in masks]
         like = dict(device=device, dtype=dtype)
 
         def buffer(capacity: int) -> Buffer:
             shape = (batch_size, config.kv_heads, capacity, config.head_width)
             return Buffer(shape, rolling=capacity < max_length, **like)
 
-        linear = config.attention.kind != "softmax"
         self.keys = [] if linear else [buffer(capacity) for capacity in self.capacity]
         self.values = [] if linear else [buffer(capacity) for capacity in self.capacity]
         self.states: list[Tensor | None] = [None] * (config.n_layers if linear else 0)
         self.positions = {
             capacity: Buffer((batch_size, 1, capacity, 1), capacity < max_length, -1, device, torch.long)
-            for capacity in ({1} if linear else set(self.capacity))
+            for capacity in set(self.capacity)
         }
         self.last = torch.full((batch_size, 1), -1, device=device)  # the newest position of each row
 

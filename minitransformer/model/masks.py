@@ -7,9 +7,13 @@ position 0 stands between them, and -1 is padding, which sees nothing and is see
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from minitransformer.model.positions import PositionalEncoding
 
 
 class Mask:
@@ -107,6 +111,17 @@ class Visibility:
         self.n_queries = n_queries
         self.mask = mask
         self._plain = plain
+        self._kept: dict[str, Any] = {}
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made once in this forward pass."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    def rotation(self, position: "PositionalEncoding") -> Tensor | None:
+        """How the encoding turns the queries, and the keys that come with them."""
+        return self.kept("rotation", lambda: position.rotation(self.query_positions))
 
     @property
     def query_positions(self) -> Tensor:

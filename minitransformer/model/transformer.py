@@ -7,10 +7,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minitransformer.model.cache import KVCache
-from minitransformer.model.config import ModelConfig
+from minitransformer.model.config import AttentionConfig, ModelConfig
 from minitransformer.model.layers import Block, make_norm
-from minitransformer.model.masks import Visibility
+from minitransformer.model.masks import Mask, Visibility, causal, first, fixed, prefix, random_blocks, strided, window
 from minitransformer.model.positions import ENCODINGS
+
+
+def make_mask(name: str, config: AttentionConfig) -> Mask:
+    """The mask that a pattern's name stands for."""
+    if name == "window":
+        return window(config.window)
+    if name == "bigbird":
+        return window(config.window) | first(config.global_tokens) | random_blocks(config.block, config.random_blocks)
+    if name == "strided":
+        return strided(config.stride)
+    if name == "fixed":
+        return fixed(config.stride, config.summary)
+    return causal
 
 
 class Transformer(nn.Module):
@@ -30,10 +43,13 @@ class Transformer(nn.Module):
         self.position = ENCODINGS[config.position](config)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = make_norm(config)
+        self.norm = nn.Identity() if config.norm_placement == "post" else make_norm(config)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
+        names = [config.attention.pattern[i % len(config.attention.pattern)] for i in range(config.n_layers)]
+        made = {name: make_mask(name, config.attention) for name in names}
+        self.masks = [made[name] for name in names]  # of each layer; layers with one pattern share one object
         initialise(self)
 
     def forward(
@@ -42,6 +58,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         return_attention: bool = False,
+        prefix_lengths: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """Next-token logits at every place.
 
@@ -51,6 +68,8 @@ class Transformer(nn.Module):
                 document, continued from the cache if there is one.
             cache: holds the tokens read before; the new ones are added to it.
             return_attention: also return the weights of every layer, a list of (B, H, T, Tk).
+            prefix_lengths: (B, 1), or (B, T) for packed documents: that many first tokens of a document see each
+                other both ways (prefix language model, Raffel et al. 2020). With a cache they are read at once.
 
         Returns:
             logits (B, T, vocab_size), in the dtype of the weights or of autocast.
@@ -58,7 +77,7 @@ class Transformer(nn.Module):
         Raises:
             ValueError: a row is longer than `max_seq_len`, or shapes disagree.
         """
-        x, weights = self.features(tokens, positions, cache, return_attention)
+        x, weights = self.features(tokens, positions, cache, return_attention, prefix_lengths)
         logits = self.logits(x)
         return (logits, weights) if return_attention else logits
 
@@ -68,18 +87,14 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         return_attention: bool = False,
+        prefix_lengths: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """What `logits` reads: the normed residual stream (B, T, d_model), and the weights asked for."""
-        visibility = self._visibility(tokens, positions, cache)
-        x = self.dropout(self.position.embed(self.embedding(tokens), visibility.query_positions))
-        attention = dict(
-            rotation=self.position.rotation(visibility.query_positions),
-            bias=self.position.bias(visibility.query_positions, visibility.key_positions),
-            cache=cache,
-            return_weights=return_attention,
-        )
+        views = self._visibilities(tokens, positions, cache, prefix_lengths)
+        x = self.dropout(self.position.embed(self.embedding(tokens), views[0].query_positions))
+        attention = dict(position=self.position, cache=cache, return_weights=return_attention)
         all_weights = []
-        for layer, block in enumerate(self.blocks):
+        for layer, (block, visibility) in enumerate(zip(self.blocks, views, strict=True)):
             if self.gradient_checkpointing and self.training:
                 x, weights = checkpoint(block, x, visibility, layer=layer, use_reentrant=False, **attention)
             else:
@@ -94,53 +109,122 @@ class Transformer(nn.Module):
             logits = cap * torch.tanh(logits / cap)
         return logits
 
-    def new_cache(self, batch_size: int, max_length: int | None = None) -> KVCache:
-        """An empty cache for `batch_size` rows of at most `max_length` tokens (None: max_seq_len)."""
-        weight = self.embedding.weight
-        length = self.config.max_seq_len if max_length is None else max_length
-        return KVCache(self.config, batch_size, length, device=weight.device, dtype=weight.dtype)
-
-    def _visibility(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> Visibility:
+    def _check(
+        self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, prefix_lengths: Tensor | None
+    ) -> None:
+        """Refuse what cannot be read. On a GPU shapes alone are checked: values would make it wait."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}; (batch, time) is expected")
         if positions is not None and positions.shape != tokens.shape:
             raise ValueError(f"positions {tuple(positions.shape)} and tokens {tuple(tokens.shape)} disagree in shape")
-        length = tokens.shape[1]
-        total = length if cache is None else cache.length + length
-        # Shapes alone are checked: looking at positions would wait for the GPU. Padding may be counted in.
+        total = tokens.shape[1] if cache is None else cache.length + tokens.shape[1]
+        # Padding may be counted in where positions are given to a cache.
         if total > self.config.max_seq_len and not self.position.extends and (cache is None or positions is None):
             raise ValueError(f"{total} tokens are more than the model's max_seq_len={self.config.max_seq_len}")
+        if prefix_lengths is not None:
+            if self.config.attention.kind != "softmax":
+                raise ValueError(f"prefix_lengths: model.attention.kind={self.config.attention.kind} is causal only")
+            if cache is not None and (cache.length or any(mask is not causal for mask in self.masks)):
+                raise ValueError("prefix_lengths with a cache: read the whole prefix at once, with pattern=[full]")
+        if tokens.is_cpu and tokens.shape[1] > 1:
+            least, most = tokens.aminmax()
+            if least < 0 or most >= self.config.vocab_size:
+                wrong = least if least < 0 else most
+                raise ValueError(f"token id {wrong} is outside the vocabulary of {self.config.vocab_size}")
+            if positions is not None and cache is None and (where := _broken_position(positions)):
+                raise ValueError(f"positions must restart at 0 and go on by one, with -1 for padding: {where}")
+
+    def new_cache(self, batch_size: int, max_length: int | None = None) -> KVCache:
+        """An empty cache for `batch_size` rows of at most `max_length` tokens (None: max_seq_len)."""
+        weight = self.embedding.weight
+        length = self.config.max_seq_len if max_length is None else max_length
+        return KVCache(self.config, self.masks, batch_size, length, device=weight.device, dtype=weight.dtype)
+
+    def _visibilities(
+        self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, prefix_lengths: Tensor | None
+    ) -> list[Visibility]:
+        """Who sees whom, for each layer; layers with one mask share one object."""
+        self._check(tokens, positions, cache, prefix_lengths)
+        length = tokens.shape[1]
+        plain = cache is None and positions is None
         if cache is not None:
-            return Visibility(cache.append_positions(positions, length), length, plain=cache.plain)
-        if positions is None:
-            return Visibility(torch.arange(length, device=tokens.device)[None], length, plain=True)
-        return Visibility(positions, length, plain=None if tokens.device.type == "cpu" else False)
+            seen = cache.append_positions(positions, length)
+            at, plain = [seen[capacity] for capacity in cache.capacity], cache.plain
+        else:
+            row = torch.arange(length, device=tokens.device)[None] if positions is None else positions
+            at = [row] * len(self.masks)
+        if not plain and cache is None:
+            plain = None if tokens.device.type == "cpu" else False
+        made: dict[Mask, Visibility] = {}
+        for mask, key_positions in zip(self.masks, at, strict=True):
+            if mask not in made:
+                shown = mask if prefix_lengths is None else mask | prefix(prefix_lengths.unsqueeze(-1))
+                made[mask] = Visibility(key_positions, length, plain, shown)
+        return [made[mask] for mask in self.masks]
+
+
+def _broken_position(positions: Tensor) -> str | None:
+    """Say where a row's positions neither go on by one, nor restart at 0, nor are padding; None if nowhere."""
+    before = torch.cat((torch.full_like(positions[:, :1], -1), positions[:, :-1]), dim=1)
+    broken = (positions > 0) & (positions != before + 1) | (positions < -1)
+    if not broken.any():
+        return None
+    row, column = broken.nonzero()[0].tolist()
+    return f"row {row} has {positions[row, column]} at place {column} after {before[row, column]}"
+
+
+def get_attention_weights(model: Transformer, tokens: Tensor, layer: int, head: int) -> Tensor:
+    """The weights of one head, (B, T, T): rows are queries and sum to 1.
+
+    Raises:
+        ValueError: there is no such layer or head.
+    """
+    for name, given, there in (("layer", layer, model.config.n_layers), ("head", head, model.config.n_heads)):
+        if not 0 <= given < there:
+            raise ValueError(f"{name}={given} does not exist; the model has {name}s 0 to {there - 1}")
+    with torch.no_grad():
+        return model(tokens, return_attention=True)[1][layer][:, head]
 
 
 @torch.no_grad()
 def initialise(model: Transformer) -> None:
-    """Fill every parameter as `config.init` says.
+    """Fill every parameter as `config.init` says; biases start at 0, gains at 1, learned score biases at 0.
 
     zero_residual: matrices are uniform with standard deviation 1/sqrt(fan-in); those that write to the residual
         stream, and an untied head, start at zero, so that each block starts as the identity (Zhang et al. 2019,
-        Fixup; Yang et al. 2022, muP). Embeddings are normal with standard deviation 1 (0.02 if tied).
+        Fixup; Yang et al. 2022, muP). Embeddings are normal with standard deviation 1.
     gpt2: normal with standard deviation 0.02; residual outputs divided by sqrt(2 n_layers) (Radford et al. 2019).
+    xavier: uniform, variance 2 / (fan-in + fan-out) (Glorot and Bengio 2010); embeddings normal, 1 / sqrt(d_model).
+    d_model: normal with standard deviation 1 / sqrt(d_model) everywhere (Vaswani et al. 2017's embeddings).
+    A tied embedding is also the head, and is normal with standard deviation 0.02 in zero_residual.
     """
     config = model.config
     residual = {id(part.output.weight) for block in model.blocks for part in (block.attention, block.feed_forward)}
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module is not model.head:
             if module.bias is not None:
                 module.bias.zero_()
+            writes = id(module.weight) in residual
             if config.init == "gpt2":
-                shrink = math.sqrt(2 * config.n_layers) if id(module.weight) in residual else 1.0
-                module.weight.normal_(std=0.02 / shrink)
-            elif id(module.weight) in residual or module is model.head:
+                module.weight.normal_(std=0.02 / (math.sqrt(2 * config.n_layers) if writes else 1))
+            elif config.init == "xavier":
+                nn.init.xavier_uniform_(module.weight)
+            elif config.init == "d_model":
+                module.weight.normal_(std=config.d_model**-0.5)
+            elif writes:
                 module.weight.zero_()
             else:
                 bound = math.sqrt(3 / module.in_features)
                 module.weight.uniform_(-bound, bound)
-        elif isinstance(module, nn.Embedding):
-            module.weight.normal_(std=0.02 if config.init == "gpt2" or config.tie_embeddings else 1.0)
-    if config.tie_embeddings:
-        model.embedding.weight.normal_(std=0.02)
+    stds = {"gpt2": 0.02, "zero_residual": 0.02 if config.tie_embeddings else 1.0}
+    std = stds.get(config.init, config.d_model**-0.5)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.weight.normal_(std=std)
+    if config.position == "t5":
+        model.position.embedding.weight.zero_()
+    if not config.tie_embeddings:
+        if config.init == "zero_residual":
+            model.head.weight.zero_()
+        else:
+            model.head.weight.normal_(std=std)

@@ -1,0 +1,22 @@
+"""Small models with every part at work, for the tests."""
+
+import torch
+
+from minitransformer import ModelConfig, Transformer
+from minitransformer.model.config import AttentionConfig
+
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, -1, -1], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
+ATTENTION = set(AttentionConfig.__dataclass_fields__)
+
+
+def make(position: str = "rotary", seed: int = 0, **settings) -> Transformer:
+    """A model whose parameters are all random: zeros would hide what a part does. Fields of AttentionConfig may be
+    given beside those of ModelConfig."""
+    torch.manual_seed(seed)
+    settings = dict(vocab_size=50, d_model=32, n_layers=2, n_heads=4, max_seq_len=64) | settings
+    attention = AttentionConfig(**{name: settings.pop(name) for name in ATTENTION & set(settings)})
+    model = Transformer(ModelConfig(position=position, attention=attention, **settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return model
