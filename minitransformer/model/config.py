@@ -75,7 +75,7 @@ class ModelConfig:
     position: str = "rotary"
     rotary_base: float = 10_000.0
     norm: str = "rmsnorm"
-    activation: str = "relu2"
+    activation: str = "gelu"
     bias: bool = False
     dropout: float = 0.0
     tie_embeddings: bool = False

@@ -227,7 +227,7 @@ def summary(console, config, run, model_config, data, device, precision, logging
     kind = type(config.data).__name__.removesuffix("Config").lower()
     optimizer = f"adamw lr {config.optimizer.lr:g}"
     if isinstance(config.optimizer, MuonConfig):
-        optimizer = f"muon lr {config.optimizer.lr:g}, adamw lr {config.optimizer.adamw_lr:g}"
+        optimizer = f"muon lr {config.optimizer.lr:g}"
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     skipped = f", {data.skipped} blank ones skipped" if data.skipped else ""
     for name, value in {
