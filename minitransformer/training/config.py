@@ -147,15 +147,16 @@ class CallbacksConfig:
     """What happens beside training, counted in steps; 0 turns a thing off.
 
     checkpoint_every, keep_checkpoints: write the whole state that often (always at the end) and keep the newest.
-    sample_every, sample_prompt, sample_tokens, sample_temperature: text shown as the model improves.
+    sample_every, sample_tokens, sample_temperature: text shown as the model improves.
+    sample_prompt: what it continues (None: the first words of the held-out text; empty: starts a document).
     progress: the progress bar (in a terminal) or progress lines (elsewhere).
     """
 
     checkpoint_every: int = 250
     keep_checkpoints: int = 3
     sample_every: int = 250
-    sample_prompt: str = ""
-    sample_tokens: int = 100
+    sample_prompt: str | None = None
+    sample_tokens: int = 120
     sample_temperature: float = 0.7
     progress: bool = True
 
