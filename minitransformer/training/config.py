@@ -41,8 +41,8 @@ class AdamWConfig:
 class MuonConfig(AdamWConfig):
     """Muon for the hidden matrices (Jordan et al. 2024), AdamW for embedding, head, gains and biases.
 
-    lr: peak rate of the hidden matrices; embedding_lr: of an embedding that is not tied to the head; adamw_lr: of the rest.
-    momentum: of Muon, Nesterov's. ns_steps: Newton-Schulz rounds in each orthogonalisation.
+    lr: peak rate of the hidden matrices; embedding_lr: of an embedding that is not tied to the head; adamw_lr: of the
+    rest. momentum: of Muon, Nesterov's. ns_steps: Newton-Schulz rounds in each orthogonalisation.
     """
 
     lr: float = 0.014
