@@ -175,7 +175,10 @@ class Bar(pl.Callback):
             line = "validation loss {val/loss:.4f}  bits per byte {val/bits_per_byte:.4f}".format_map(module.metrics)
             self.console.print(Text(f"step {trainer.global_step}  {line}", style="bold green"))
 
-    def teardown(self, trainer: pl.Trainer, module: LanguageModel, stage: str) -> None:
+    def on_train_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            self.bar.stop()  # gives the cursor back
             self.bar = None
+
+    def on_exception(self, trainer: pl.Trainer, module: LanguageModel, exception: BaseException) -> None:
+        self.on_train_end(trainer, module)

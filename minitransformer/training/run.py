@@ -265,5 +265,7 @@ def _closing(console: Console, run: Path, module: LanguageModel, seconds: float)
     )
     console.print(f"  {run / MODEL_FILE}   the model, its config and its tokenizer")
     console.print(f"  {run / 'checkpoints'}   to resume from;  {run / 'samples.txt'}   the samples")
-    generate = "python generate.py" if sys.argv[0].endswith(".py") else "minitransformer-generate"
+    script = Path(sys.argv[0])
+    installed = script.suffix != ".py"
+    generate = "minitransformer-generate" if installed else f"python {script.with_name('generate.py')}"
     console.print(f'generate from it:  {generate} checkpoint={shlex.quote(str(run))} prompt=""', style="bold")
