@@ -19,7 +19,7 @@ class DataConfig:
     cache_dir: where tokenised documents are kept (None: `minitransformer` in the user's cache folder).
     """
 
-    batch_size: int = 32
+    batch_size: int = 8
     val_fraction: float = 0.05
     split: str = "hash"
     workers: int = 0

@@ -160,7 +160,9 @@ def attend(
         return output, weights
     if kernel == "flex":
         if q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
-            raise ValueError("model.attention.kernel=flex has no gradients on a CPU; train with kernel=auto, or on a GPU")
+            raise ValueError(
+                "model.attention.kernel=flex has no gradients on a CPU; train with kernel=auto, or on a GPU"
+            )
         return _attend_flex(q, k, v, visibility, bias, soft_cap), None
     if bias is None:
         if visibility.is_causal:

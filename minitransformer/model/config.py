@@ -79,7 +79,9 @@ class AttentionConfig:
         if self.features is not None:
             at_least("model.attention.features", self.features, 1)
         if self.summary > self.stride:
-            raise ValueError(f"model.attention.summary={self.summary} is more than model.attention.stride={self.stride}")
+            raise ValueError(
+                f"model.attention.summary={self.summary} is more than model.attention.stride={self.stride}"
+            )
 
 
 @dataclass
@@ -145,7 +147,7 @@ class ModelConfig:
     norm_placement: str = "pre"
     norm_eps: float = 1e-6
     parallel: bool = False
-    activation: str = "relu2"
+    activation: str = "gelu"
     bias: bool = False
     dropout: float = 0.0
     tie_embeddings: bool = False
@@ -194,13 +196,17 @@ class ModelConfig:
         attention, kernel = self.attention, self.attention.kernel
         named = f"model.attention.kernel={kernel}"
         if self.position == "shaw" and kernel in ("sdpa", "flex"):
-            raise ValueError(f"{named} cannot do model.position=shaw, whose values need the weights; use auto or reference")
+            raise ValueError(
+                f"{named} cannot do model.position=shaw, whose values need the weights; use auto or reference"
+            )
         if attention.soft_cap and kernel == "sdpa":
             raise ValueError(f"{named} cannot do model.attention.soft_cap; use auto, reference or flex")
         if self.dropout and kernel == "flex":
             raise ValueError(f"{named} cannot do model.dropout={self.dropout}; use auto or sdpa, or no dropout")
         if self.position != "rotary" and self.rotary != RotaryConfig():
-            raise ValueError(f"model.rotary is set, and model.position={self.position} does not use it; use position=rotary")
+            raise ValueError(
+                f"model.rotary is set, and model.position={self.position} does not use it; use position=rotary"
+            )
         if attention.kind == "softmax":
             if attention.features is not None:
                 raise ValueError("model.attention.features is for model.attention.kind=performer")

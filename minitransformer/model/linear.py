@@ -97,5 +97,5 @@ def causal_linear_attention(
 
 def orthogonal_directions(n: int, width: int) -> Tensor:
     """Random directions, orthogonal in blocks of `width`, with the lengths of normal vectors: (n, width)."""
-    blocks = [torch.linalg.qr(torch.randn(width, width))[0].T for _ in range(-(-n // width))]
+    blocks = [nn.init.orthogonal_(torch.empty(width, width)) for _ in range(-(-n // width))]
     return torch.cat(blocks)[:n] * torch.randn(n, width).norm(dim=-1, keepdim=True)

@@ -23,9 +23,7 @@ class Mask:
     contiguous: a query sees itself and all keys before it within reach, and nothing else.
     """
 
-    def __init__(
-        self, allow: Callable[[Tensor, Tensor], Tensor], reach: int | None = None, contiguous: bool = False
-    ):
+    def __init__(self, allow: Callable[[Tensor, Tensor], Tensor], reach: int | None = None, contiguous: bool = False):
         self.allow, self.reach, self.contiguous = allow, reach, contiguous
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
@@ -192,8 +190,10 @@ class Visibility:
 
     def worth_slicing(self, device: torch.device) -> bool:
         """Is attention document by document possible and faster? On a GPU many small calls are not."""
-        if device.type != "cpu" or not self.whole or not self._reaches_all:
+        if device.type != "cpu" or not self.whole or not self.mask.contiguous:
             return False
+        if self.mask.reach is not None and max(size for _, size, _ in self.slices) > self.mask.reach:
+            return False  # a document longer than the window
         return sum(pieces for pieces, _, _ in self.slices) * SLICE_TOKENS <= self.key_positions.numel()
 
     @cached_property

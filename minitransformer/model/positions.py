@@ -108,13 +108,13 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     if rotary.scaling == "linear":
         return frequencies / s, 1.0
     if rotary.scaling == "yarn":
-        turns = rotary.original_length * frequencies / (2 * math.pi)
+        original = rotary.original_length or config.max_seq_len / s
 
         def dimension(n: float) -> float:  # the pair, not whole, that turns n times in the original length
-            return width * math.log(rotary.original_length / (n * 2 * math.pi)) / (2 * math.log(base))
+            return width * math.log(original / (n * 2 * math.pi)) / (2 * math.log(base))
 
         low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), width - 1)
-        divided = ((torch.arange(len(turns), dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+        divided = ((torch.arange(width // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
         return frequencies * (1 - divided) + frequencies / s * divided, 0.1 * math.log(s) + 1 if s > 1 else 1.0
     return frequencies, 1.0
 

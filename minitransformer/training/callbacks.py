@@ -11,11 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from minitransformer.checkpoint import MODEL_FILE, atomic_write, checkpoint_path, checkpoints, save_model
-from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.data.datamodule import TextData
 from minitransformer.generation.generate import fitting, stream
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import CallbacksConfig
 from minitransformer.training.module import LanguageModel
+
+HELD_OUT_TOKENS = 24  # of validation text, as the prompt of samples
 
 
 class Interrupted(Exception):
@@ -95,12 +97,15 @@ class Checkpointer(pl.Callback):
 
 
 class Sampler(pl.Callback):
-    """Show and keep text from the model as it improves."""
+    """Show and keep text from the model as it improves, after a prompt of one's own or the start of held-out text."""
 
-    def __init__(self, run: Path, config: CallbacksConfig, console: Console, model: Transformer, tokenizer: Tokenizer):
+    def __init__(self, run: Path, config: CallbacksConfig, console: Console, model: Transformer, data: TextData):
         self.file, self.config, self.console = run / "samples.txt", config, console
+        start = data.validation.stream[1 : 1 + min(HELD_OUT_TOKENS, data.row_length // 4)]
+        held_out = data.tokenizer.decode(start.tolist()).rstrip("\ufffd")  # half a character at the end
+        self.prompt = held_out if config.sample_prompt is None else config.sample_prompt
         try:
-            room = fitting(model, len(tokenizer.encode(config.sample_prompt)) + 1, None)
+            room = fitting(model, len(data.tokenizer.encode(self.prompt)) + 1, None)
         except ValueError as error:
             raise ValueError(f"callbacks.sample_prompt: {error}") from None
         self.n_new = min(config.sample_tokens, room)
@@ -117,9 +122,9 @@ class Sampler(pl.Callback):
         config, model = self.config, module.model
         model.eval()
         sampling = dict(temperature=config.sample_temperature, seed=0)
-        text = "".join(stream(model, module.tokenizer, config.sample_prompt, self.n_new, **sampling))
+        text = "".join(stream(model, module.tokenizer, self.prompt, self.n_new, **sampling))
         model.train()
-        text = config.sample_prompt + text
+        text = self.prompt + text
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(f"--- step {step} ---\n{text}\n")
         self.console.print(Text(f"sample after step {step}", style="bold"))
@@ -170,7 +175,10 @@ class Bar(pl.Callback):
             line = "validation loss {val/loss:.4f}  bits per byte {val/bits_per_byte:.4f}".format_map(module.metrics)
             self.console.print(Text(f"step {trainer.global_step}  {line}", style="bold green"))
 
-    def teardown(self, trainer: pl.Trainer, module: LanguageModel, stage: str) -> None:
+    def on_train_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            self.bar.stop()  # gives the cursor back
             self.bar = None
+
+    def on_exception(self, trainer: pl.Trainer, module: LanguageModel, exception: BaseException) -> None:
+        self.on_train_end(trainer, module)

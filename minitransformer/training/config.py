@@ -9,6 +9,12 @@ from minitransformer.data.config import DataConfig, TokenizerConfig
 from minitransformer.model.config import ModelConfig, at_least, choose, fraction
 
 
+def positive(name: str, value: float) -> None:
+    """Raise ValueError when `value` is not a finite number above 0, naming the field."""
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name}={value} must be a finite number above 0")
+
+
 @dataclass
 class AdamWConfig:
     """AdamW for every parameter (Loshchilov and Hutter 2019).
@@ -22,8 +28,7 @@ class AdamWConfig:
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"optimizer.lr={self.lr} must be a finite number above 0")
+        positive("optimizer.lr", self.lr)
         if len(self.betas) != 2:
             raise ValueError(f"optimizer.betas={list(self.betas)} must be two numbers")
         for beta in self.betas:
@@ -36,11 +41,12 @@ class AdamWConfig:
 class MuonConfig(AdamWConfig):
     """Muon for the hidden matrices (Jordan et al. 2024), AdamW for embedding, head, gains and biases.
 
-    lr: peak rate of the hidden matrices; adamw_lr: of the rest. momentum: of Muon, Nesterov's.
-    ns_steps: Newton-Schulz rounds in each orthogonalisation.
+    lr: peak rate of the hidden matrices; embedding_lr: of an embedding that is not tied to the head; adamw_lr: of the
+    rest. momentum: of Muon, Nesterov's. ns_steps: Newton-Schulz rounds in each orthogonalisation.
     """
 
-    lr: float = 0.01
+    lr: float = 0.014
+    embedding_lr: float = 0.1
     adamw_lr: float = 0.01
     weight_decay: float = 0.0
     momentum: float = 0.95
@@ -48,8 +54,8 @@ class MuonConfig(AdamWConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.adamw_lr > 0 and math.isfinite(self.adamw_lr)):
-            raise ValueError(f"optimizer.adamw_lr={self.adamw_lr} must be a finite number above 0")
+        positive("optimizer.embedding_lr", self.embedding_lr)
+        positive("optimizer.adamw_lr", self.adamw_lr)
         fraction("optimizer.momentum", self.momentum)
         at_least("optimizer.ns_steps", self.ns_steps, 1)
 
@@ -99,7 +105,7 @@ class TrainerConfig:
     device: str = "auto"
     gradient_clip: float = 1.0
     gradient_checkpointing: bool = False
-    val_every: int = 100
+    val_every: int = 250
     log_every: int = 10
     threads: int | None = None
 
@@ -141,15 +147,16 @@ class CallbacksConfig:
     """What happens beside training, counted in steps; 0 turns a thing off.
 
     checkpoint_every, keep_checkpoints: write the whole state that often (always at the end) and keep the newest.
-    sample_every, sample_prompt, sample_tokens, sample_temperature: text shown as the model improves.
+    sample_every, sample_tokens, sample_temperature: text shown as the model improves.
+    sample_prompt: what it continues (None: the first words of the held-out text; empty: starts a document).
     progress: the progress bar (in a terminal) or progress lines (elsewhere).
     """
 
-    checkpoint_every: int = 200
+    checkpoint_every: int = 250
     keep_checkpoints: int = 3
-    sample_every: int = 200
-    sample_prompt: str = ""
-    sample_tokens: int = 100
+    sample_every: int = 250
+    sample_prompt: str | None = None
+    sample_tokens: int = 120
     sample_temperature: float = 0.7
     progress: bool = True
 

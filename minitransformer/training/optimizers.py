@@ -95,17 +95,20 @@ def make_optimizer(config: AdamWConfig, model: Transformer) -> torch.optim.Optim
     hidden = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in parameters if id(p) in hidden]
-    others = [p for p in parameters if id(p) not in hidden and p.ndim >= 2]
+    untied = None if model.config.tie_embeddings else model.embedding.weight
+    embedding = [p for p in parameters if p is untied]
+    others = [p for p in parameters if id(p) not in hidden and p.ndim >= 2 and p is not untied]
     vectors = [p for p in parameters if p.ndim < 2]
     if isinstance(config, MuonConfig):
         groups = [
             dict(params=matrices, lr=config.lr, weight_decay=config.weight_decay, matrix=True),
+            dict(params=embedding, lr=config.embedding_lr, weight_decay=config.weight_decay),
             dict(params=others, lr=config.adamw_lr, weight_decay=config.weight_decay),
             dict(params=vectors, lr=config.adamw_lr, weight_decay=0.0),
         ]
     else:
         groups = [
-            dict(params=matrices + others, lr=config.lr, weight_decay=config.weight_decay),
+            dict(params=matrices + embedding + others, lr=config.lr, weight_decay=config.weight_decay),
             dict(params=vectors, lr=config.lr, weight_decay=0.0),
         ]
     groups = [group | {"peak_lr": group["lr"]} for group in groups if group["params"]]

@@ -74,7 +74,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
     pl.seed_everything(config.seed, verbose=False)
     model = Transformer(model_config)
     if run is None:
-        Sampler(Path(), config.callbacks, console, model, data.tokenizer)  # refuses a wrong prompt before work
+        Sampler(Path(), config.callbacks, console, model, data)  # refuses a wrong prompt before work
         if sweep_dir is not None and not any(sweep_dir.iterdir()):  # Hydra made it
             run = sweep_dir
         elif sweep_dir is not None:
@@ -94,7 +94,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
     )
     callbacks: list[pl.Callback] = [Checkpointer(run, config.callbacks, console)]
     if config.callbacks.sample_every:
-        callbacks.insert(0, Sampler(run, config.callbacks, console, model, data.tokenizer))
+        callbacks.insert(0, Sampler(run, config.callbacks, console, model, data))
     if config.callbacks.progress:
         callbacks.insert(0, Bar(console, config.trainer.log_every))
     trainer = pl.Trainer(
@@ -192,24 +192,31 @@ def make_logger(config: TrainConfig, run: Path) -> tuple[Logger | bool, str]:
 
     mode = config.logger.mode
     if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     name = run.name if config.name is None or run.name == config.name else f"{config.name}-{run.name}"
-    logger = WandbLogger(
+    settings = dict(
         name=name,
         id=name,
+        resume="allow",
         project=config.logger.project,
         entity=config.logger.entity,
         tags=config.logger.tags,
-        save_dir=run,
-        mode=mode,
-        settings=wandb.Settings(silent=True, console="off"),
+        dir=run.absolute(),
+        config=asdict(config),
+        settings=wandb.Settings(silent=True, console="off", init_timeout=30),
     )
-    logger.experiment.config.update(asdict(config), allow_val_change=True)
-    if mode == "online":
-        return logger, f"wandb online: {logger.experiment.url}"
-    if mode == "offline":
-        return logger, f"wandb offline; upload with: wandb sync {shlex.quote(str(run))}/wandb/offline-run-*"
-    return logger, f"wandb {mode}"
+    try:
+        experiment, why = wandb.init(mode=mode, **settings), ""
+    except (wandb.errors.CommError, wandb.errors.UsageError) as error:
+        mode, why = "offline", f" ({str(error).splitlines()[0]})"
+        experiment = wandb.init(mode=mode, **settings)
+    experiment.define_metric("trainer/global_step")
+    experiment.define_metric("*", step_metric="trainer/global_step")
+    lines = {
+        "online": f"wandb online: {experiment.url if mode == 'online' else ''}",
+        "offline": f"wandb offline{why}; upload with: wandb sync {shlex.quote(str(run))}/wandb/offline-run-*",
+    }
+    return WandbLogger(experiment=experiment), lines.get(mode, f"wandb {mode}")
 
 
 def _finish(logger: Logger | bool) -> None:
@@ -227,7 +234,7 @@ def summary(console, config, run, model_config, data, device, precision, logging
     kind = type(config.data).__name__.removesuffix("Config").lower()
     optimizer = f"adamw lr {config.optimizer.lr:g}"
     if isinstance(config.optimizer, MuonConfig):
-        optimizer = f"muon lr {config.optimizer.lr:g}, adamw lr {config.optimizer.adamw_lr:g}"
+        optimizer = f"muon lr {config.optimizer.lr:g}"
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     skipped = f", {data.skipped} blank ones skipped" if data.skipped else ""
     for name, value in {
@@ -258,5 +265,7 @@ def _closing(console: Console, run: Path, module: LanguageModel, seconds: float)
     )
     console.print(f"  {run / MODEL_FILE}   the model, its config and its tokenizer")
     console.print(f"  {run / 'checkpoints'}   to resume from;  {run / 'samples.txt'}   the samples")
-    generate = "python generate.py" if sys.argv[0].endswith(".py") else "minitransformer-generate"
+    script = Path(sys.argv[0])
+    installed = script.suffix != ".py"
+    generate = "minitransformer-generate" if installed else f"python {script.with_name('generate.py')}"
     console.print(f'generate from it:  {generate} checkpoint={shlex.quote(str(run))} prompt=""', style="bold")

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from minitransformer import SelfAttention, get_attention_weights, scaled_dot_product_attention, sinusoidal_encoding
 from minitransformer.model.attention import attend
-from minitransformer.model.config import POSITIONS
 from minitransformer.model.masks import Visibility, causal, documents
-from tests.model.models import PACKED, make
+from tests.model.models import make
+
 
 def test_textbook_example():
     """Scores 0, 6, 0, 0, 9 of "flies" in "time flies like an arrow", d_k = 4."""

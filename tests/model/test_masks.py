@@ -96,7 +96,9 @@ def test_a_rolling_cache_stays_as_small_as_its_window():
     cache, full = model.new_cache(2, 200), make("alibi", max_seq_len=32).new_cache(2, 200)
     before = cache.nbytes
     with torch.no_grad():
-        logits = torch.cat([model(part, cache=cache) for part in tokens.split([30, 1, 1, 50, *[1] * 118], dim=1)], dim=1)
+        logits = torch.cat(
+            [model(part, cache=cache) for part in tokens.split([30, 1, 1, 50, *[1] * 118], dim=1)], dim=1
+        )
         torch.testing.assert_close(logits, model(tokens), atol=1e-4, rtol=1e-4)
     assert cache.nbytes == before < full.nbytes / 10
     assert {b.data.shape[2] for b in cache.keys} == {8}
