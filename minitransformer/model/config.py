@@ -122,9 +122,9 @@ class ModelConfig:
     max_seq_len: longest sequence in tokens.
     position: none | sinusoidal | learned | rotary | alibi | t5 | shaw | transformer_xl (see `positions`).
     norm: rmsnorm (Zhang and Sennrich 2019) | layernorm (Ba et al. 2016).
-    norm_placement: pre (Xiong et al. 2020) | post (Vaswani et al. 2017) | sandwich (before and after, Ding et al. 2021).
+    norm_placement: pre (Xiong et al. 2020) | post (Vaswani et al. 2017) | sandwich (both, Ding et al. 2021).
     norm_eps: added to the variance.
-    parallel: attention and feed-forward read the same stream side by side (Wang and Komatsuzaki 2021, GPT-J).
+    parallel: attention and feed-forward read the stream side by side (Wang and Komatsuzaki 2021, GPT-J).
     activation: gelu | gelu_tanh | relu | relu2 (So et al. 2021) | swiglu | geglu (Shazeer 2020).
     bias: biases in the linear layers and in layernorm.
     dropout: probability of zeroing attention weights, branch outputs and embeddings in training.

@@ -50,7 +50,7 @@ def flops_per_token(config: ModelConfig, length: int | None = None, training: bo
 
 
 def cache_bytes_per_token(config: ModelConfig, bytes_per_number: int = 4) -> int:
-    """Bytes of keys and values that one more token adds; none in layers whose window is full, or with linear attention."""
+    """Bytes of keys and values that one more token adds: none in layers with a full window, or of linear attention."""
     if config.attention.kind != "softmax":
         return 0
     pattern = config.attention.pattern

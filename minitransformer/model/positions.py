@@ -158,7 +158,7 @@ def _distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """One slope a head, a geometric sequence; for head counts that are no power of two, as the paper's code fills up."""
+    """One slope a head, a geometric sequence; other counts than powers of two are filled up as in the paper's code."""
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(n_heads - power)]
@@ -178,7 +178,7 @@ class AlibiEncoding(PositionalEncoding):
 
 
 def t5_bucket(distance: Tensor, n_buckets: int, max_distance: int) -> Tensor:
-    """Exact buckets for near keys, logarithmic ones up to `max_distance`, the last for all beyond (Raffel et al. 2020)."""
+    """Exact buckets for near keys, logarithmic ones to `max_distance`, the last for all beyond (Raffel et al. 2020)."""
     distance = distance.clamp(min=0)
     exact = n_buckets // 2
     growth = torch.log(distance.float().clamp(min=1) / exact) / math.log(max_distance / exact)
@@ -232,7 +232,7 @@ class ShawEncoding(PositionalEncoding):
 
 
 class TransformerXLEncoding(PositionalEncoding):
-    """Sinusoids of the distance, projected by each layer, meet the query plus v; the keys meet it plus u (Dai et al. 2019).
+    """Sinusoids of the distance, projected by each layer, meet the query plus v; keys meet it plus u (Dai et al. 2019).
 
     u and v are vectors of each head, shared by all layers, as in the paper.
     """

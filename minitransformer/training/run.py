@@ -57,6 +57,8 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         torch.set_num_threads(config.trainer.threads)
     device = choose_device(config.trainer.device)
     precision = choose_precision(config.trainer.precision, device)
+    if config.model.attention.kernel == "flex" and device.type == "cpu":
+        raise ValueError("model.attention.kernel=flex has no gradients on a CPU; use kernel=auto, or train on a GPU")
     run, saved = _resume(config, console)
 
     data = TextData(config.data, config.tokenizer, config.model.max_seq_len, config.seed)

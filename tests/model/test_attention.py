@@ -18,6 +18,8 @@ def test_textbook_example():
     key = torch.tensor([0.0, 6, 0, 0, 9])[:, None] * query
     _, weights = scaled_dot_product_attention(query, key, torch.eye(5))
     assert [f"{w:.2f}" for w in weights[0]] == ["0.01", "0.18", "0.01", "0.01", "0.80"]
+    unscaled = (query @ key.T).softmax(-1)
+    assert [f"{w:.2f}" for w in unscaled[0]] == ["0.00", "0.05", "0.00", "0.00", "0.95"]
 
 
 def test_equation_in_float64_loops():
@@ -159,7 +161,7 @@ def test_shapes_that_disagree():
     with pytest.raises(ValueError, match="token id 50 is outside the vocabulary of 50"):
         make()(torch.tensor([[0, 50]]))
     for wrong in ([[1, 2, 3]], [[0, 2, 3]], [[0, 1, 1]], [[0, -2, 0]]):
-        with pytest.raises(ValueError, match="restart at 0 and go on by one.*row 0 has"):
+        with pytest.raises(ValueError, match=r"restart at 0 and go on by one.*row 0 has"):
             make()(torch.zeros(1, 3, dtype=torch.long), positions=torch.tensor(wrong))
     cache = make().new_cache(1, 4)
     with pytest.raises(ValueError, match="holds 4 tokens; 0 \\+ 5"):

@@ -91,11 +91,11 @@ def heads_of(model, x):
     return q[0].double(), k[0].double(), v[0].double()
 
 
-def check(model, x, scores, values=None):
-    """Layer 0 against softmax of score(q, k, head, i, j) over j <= i, times value(v, weight sums)."""
+def check(model, x, scores):
+    """The weights of layer 0 against the softmax of scores(q_i, k_j, head, i, j) over j <= i."""
     attention = model.blocks[0].attention
     _, weights = attention(x, position=model.position, return_weights=True)
-    q, k, v = heads_of(model, x)
+    q, k, _ = heads_of(model, x)
     for h in range(q.shape[0]):
         for i in range(q.shape[1]):
             e = [math.exp(scores(q[h, i], k[h, j], h, i, j)) for j in range(i + 1)]

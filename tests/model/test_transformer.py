@@ -204,7 +204,8 @@ def test_wrong_settings_are_named(settings, words):
 @pytest.mark.parametrize(("settings", "words"), [
     (dict(kernel="magic"), ["model.attention.kernel", "sdpa", "flex"]), (dict(kind="magic"), ["attention.kind", "elu"]),
     (dict(pattern=[]), ["attention.pattern is empty"]), (dict(pattern=["magic"]), ["attention.pattern", "bigbird"]),
-    (dict(window=0), ["window=0"]), (dict(soft_cap=-1), ["soft_cap=-1"]), (dict(summary=9, stride=4), ["summary=9", "stride=4"]),
+    (dict(window=0), ["window=0"]), (dict(soft_cap=-1), ["soft_cap=-1"]),
+    (dict(summary=9, stride=4), ["summary=9", "stride=4"]),
 ], ids=str)  # fmt: skip
 def test_wrong_attention_is_named(settings, words):
     with pytest.raises(ValueError) as error:  # noqa: PT011
