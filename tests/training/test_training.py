@@ -5,6 +5,7 @@ import re
 import shlex
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -147,11 +148,17 @@ def test_resuming_something_else_is_refused(train, command, override, words):
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_says_how_to_go_on(command, workdir, signum, code):
     settings = [*TEXT, *SMALL, "name=mine", "trainer.max_steps=100000", "callbacks.checkpoint_every=0"]
-    timer = threading.Timer(4, signal.raise_signal, [signum])
-    timer.start()
+
+    def stop_in_the_middle():
+        for _ in range(600):  # a minute at most, until the first sample shows that training is under way
+            if (workdir / "runs" / "mine" / "samples.txt").exists():
+                break
+            time.sleep(0.1)
+        signal.raise_signal(signum)
+
+    threading.Thread(target=stop_in_the_middle).start()
     before = signal.getsignal(signum)
     result = command("train", *settings)
-    timer.cancel()
     assert result.code == code
     assert signal.getsignal(signum) == before
     step = int(re.search(r"stopped by \w+ after step (\d+)", result.out)[1])
