@@ -74,12 +74,10 @@ def tokenised(
     entry = cache_folder(config) / blake2b(what.encode(), digest_size=16).hexdigest()
     if not entry.is_dir():
         say("tokenising the corpus (once; it is kept for the next run)")
+        building = None
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
             building = Path(tempfile.mkdtemp(prefix="building-", dir=entry.parent))
-        except OSError as error:
-            raise ValueError(f"data.cache_dir={entry.parent} cannot be written: {error.strerror}") from None
-        try:
             _build(building, make_tokenizer(tokenizer_config, corpus), corpus)
             try:
                 building.rename(entry)
@@ -89,7 +87,8 @@ def tokenised(
         except OSError as error:
             raise ValueError(f"data.cache_dir={entry.parent} cannot be written: {error.strerror}") from None
         finally:
-            shutil.rmtree(building, ignore_errors=True)
+            if building is not None:
+                shutil.rmtree(building, ignore_errors=True)
     sizes = json.loads((entry / "bytes.json").read_text())
     splits = [
         Split(np.load(entry / f"{name}.npy", mmap_mode="r"), np.load(entry / f"{name}_lengths.npy"), sizes[name])

@@ -22,10 +22,7 @@ LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 
 @dataclass
 class Corpus:
-    """Documents for training and for validation, and a name for exactly this text.
-
-    Both are lists of str, or columns of a `datasets` table that behave like one.
-    """
+    """Documents for training and for validation, and a name for exactly this text."""
 
     train: list[str]
     validation: list[str]

@@ -60,7 +60,8 @@ class SelfAttention(nn.Module):
         return scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), mask)
 
 
-def _repeat_heads(x: Tensor, n_heads: int) -> Tensor:
+def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
+    """Let each key or value head of (B, n_kv_heads, T, D) serve its query heads: (B, n_heads, T, D)."""
     return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
@@ -88,7 +89,7 @@ def _attend_sliced(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, drop
 def _attend_banded(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, dropout: float) -> Tensor:
     """Attention in bands as wide as the mask reaches: (B, H, T, D) -> (B, H, T, D), work linear in T."""
     reach, length = visibility.mask.reach, q.shape[2]
-    _, allowed = visibility.bands  # (B, n, reach, 2 * reach)
+    allowed = visibility.bands  # (B, n, reach, 2 * reach)
     padding = -length % reach
     q, k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, reach)) for x in (q, k, v))  # (B, H, n, reach, D)
     k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))
@@ -149,7 +150,7 @@ def attend(
     Raises:
         ValueError: `flex` is asked for gradients on a CPU, where it has none.
     """
-    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     if kernel == "reference" or (kernel == "auto" and (soft_cap or values_of is not None)):
         output, weights = scaled_dot_product_attention(q, k, v, visibility.dense, bias, soft_cap)
         if dropout:
@@ -224,7 +225,7 @@ class MultiHeadAttention(nn.Module):
         if context is not None:
             return self._cross(x, context, return_weights)
         if visibility is None:
-            visibility = Visibility(torch.arange(x.shape[1], device=x.device)[None], x.shape[1], plain=True)
+            visibility = Visibility.of_rows(x)
         q, k, v = self.project(x, None if position is None else visibility.rotation(position))
         if cache is not None:
             k, v = cache.append(layer, k, v)
@@ -254,7 +255,7 @@ class MultiHeadAttention(nn.Module):
     def _cross(self, x: Tensor, context: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Cross-attention: queries of x, keys and values of the context, no positions and no mask."""
         q, (_, k, v) = self.project(x, None)[0], self.project(context, None)
-        k, v = _repeat_heads(k, self.n_heads), _repeat_heads(v, self.n_heads)
+        k, v = repeat_heads(k, self.n_heads), repeat_heads(v, self.n_heads)
         if return_weights or self.kernel == "reference" or self.soft_cap:
             output, weights = scaled_dot_product_attention(q, k, v, soft_cap=self.soft_cap)
         else:

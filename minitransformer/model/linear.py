@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from minitransformer.model.attention import MultiHeadAttention
+from minitransformer.model.attention import MultiHeadAttention, repeat_heads
 from minitransformer.model.cache import KVCache
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.masks import Visibility
@@ -47,9 +47,9 @@ class LinearAttention(MultiHeadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, d_model) -> (B, T, d_model), and the weights (B, H, T, T) if asked for (without a cache)."""
         if visibility is None:
-            visibility = Visibility(torch.arange(x.shape[1], device=x.device)[None], x.shape[1], plain=True)
+            visibility = Visibility.of_rows(x)
         q, k, v = self.project(x, None if position is None else visibility.rotation(position))
-        k, v = (h.repeat_interleave(self.n_heads // self.n_kv_heads, dim=1) for h in (k, v))
+        k, v = repeat_heads(k, self.n_heads), repeat_heads(v, self.n_heads)
         q, k, v = self.features(q), self.features(k), v.float()
         state = None if cache is None else cache.states[layer]
         output, state = causal_linear_attention(q, k, v, visibility.query_positions, state)

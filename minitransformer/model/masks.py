@@ -111,6 +111,11 @@ class Visibility:
         self._plain = plain
         self._kept: dict[str, Any] = {}
 
+    @classmethod
+    def of_rows(cls, x: Tensor) -> "Visibility":
+        """For (B, T, ...) where every row is one causal document."""
+        return cls(torch.arange(x.shape[1], device=x.device)[None], x.shape[1], plain=True)
+
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once in this forward pass."""
         if name not in self._kept:
@@ -177,16 +182,18 @@ class Visibility:
         return self.whole and self.mask.reach is not None and self.n_queries >= 4 * self.mask.reach
 
     @cached_property
-    def bands(self) -> tuple[Tensor, Tensor]:
-        """Rows cut into bands of `reach` queries: the key columns of each, (n, 2 * reach), -1 before the row's start,
-        and (B, n, reach, 2 * reach), True where attention is permitted. Queries past the row's end see nothing."""
+    def bands(self) -> Tensor:
+        """Rows cut into bands of `reach` queries, which meet their own keys and those of the band before.
+
+        (B, n, reach, 2 * reach), True where attention is permitted; queries past the row's end see nothing.
+        """
         length, reach = self.n_queries, self.mask.reach
         n = -(-length // reach)
         columns = torch.arange(n * reach, device=self.key_positions.device).view(n, reach)
         keys = torch.cat((columns - reach, columns), dim=1)
         inside = (columns < length).unsqueeze(-1) & ((keys >= 0) & (keys < length)).unsqueeze(-2)
         allowed = self.allowed(columns.clamp(max=length - 1), keys.clamp(0, length - 1))
-        return keys, allowed & inside
+        return allowed & inside
 
     def worth_slicing(self, device: torch.device) -> bool:
         """Is attention document by document possible and faster? On a GPU many small calls are not."""

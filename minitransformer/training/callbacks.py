@@ -99,8 +99,8 @@ class Checkpointer(pl.Callback):
 class Sampler(pl.Callback):
     """Show and keep text from the model as it improves, after a prompt of one's own or the start of held-out text."""
 
-    def __init__(self, run: Path, config: CallbacksConfig, console: Console, model: Transformer, data: TextData):
-        self.file, self.config, self.console = run / "samples.txt", config, console
+    def __init__(self, config: CallbacksConfig, console: Console, model: Transformer, data: TextData):
+        self.config, self.console = config, console
         start = data.validation.stream[1 : 1 + min(HELD_OUT_TOKENS, data.row_length // 4)]
         held_out = data.tokenizer.decode(start.tolist()).rstrip("\ufffd")  # half a character at the end
         self.prompt = held_out if config.sample_prompt is None else config.sample_prompt
@@ -116,16 +116,16 @@ class Sampler(pl.Callback):
             return
         if trainer.is_global_zero:
             with module.paused():
-                self.show(module, step)
+                self.show(module, step, Path(trainer.default_root_dir) / "samples.txt")
 
-    def show(self, module: LanguageModel, step: int) -> None:
+    def show(self, module: LanguageModel, step: int, path: Path) -> None:
         config, model = self.config, module.model
         model.eval()
         sampling = dict(temperature=config.sample_temperature, seed=0)
         text = "".join(stream(model, module.tokenizer, self.prompt, self.n_new, **sampling))
         model.train()
         text = self.prompt + text
-        with open(self.file, "a", encoding="utf-8") as file:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(f"--- step {step} ---\n{text}\n")
         self.console.print(Text(f"sample after step {step}", style="bold"))
         self.console.print(Text("\n".join("  │ " + printable(line) for line in text.split("\n")), style="cyan"))

@@ -52,8 +52,8 @@ class LanguageModel(pl.LightningModule):
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """The summed cross-entropy in nats over all targets, in fp32."""
-        x, _ = self.model.features(batch.tokens, positions=batch.positions)
         model = self.model
+        x, _ = model.features(batch.tokens, positions=batch.positions)
         return head_cross_entropy(
             x.flatten(0, 1), model.head.weight, batch.targets.flatten(), model.config.logit_soft_cap
         )
@@ -63,7 +63,7 @@ class LanguageModel(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return make_optimizer(self.optimizer_config, self.model)
 
-    def training_step(self, batch: Batch, step: int) -> None:
+    def training_step(self, batch: Batch, _) -> None:
         optimizer = self.optimizers()
         step = self.global_step
         factor = rate(self.schedule, step, self.settings.max_steps)

@@ -65,6 +65,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
     with console.status("reading the data"):
         data.prepare(say=console.print)
     model_config = _with_vocabulary(config.model, data.tokenizer.vocab_size)
+    checkpoint = None
     if saved is not None:
         _check_same(saved, describe(model_config, data.tokenizer), run)
         step = saved["global_step"]
@@ -72,11 +73,13 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
             console.print(f"{run} is already trained: {step} of trainer.max_steps={config.trainer.max_steps} steps")
             return None
         console.print(f"resuming {run} after step {step}")
+        checkpoint = saved["path"]
+        del saved  # Lightning reads the file again; two copies of all weights need not be held
 
     pl.seed_everything(config.seed, verbose=False)
     model = Transformer(model_config)
+    sampler = Sampler(config.callbacks, console, model, data)  # refuses a wrong prompt before work
     if run is None:
-        Sampler(Path(), config.callbacks, console, model, data)  # refuses a wrong prompt before work
         if sweep_dir is not None and not any(sweep_dir.iterdir()):  # Hydra made it
             run = sweep_dir
         elif sweep_dir is not None:
@@ -96,7 +99,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
     )
     callbacks: list[pl.Callback] = [Checkpointer(run, config.callbacks, console)]
     if config.callbacks.sample_every:
-        callbacks.insert(0, Sampler(run, config.callbacks, console, model, data))
+        callbacks.insert(0, sampler)
     if config.callbacks.progress:
         callbacks.insert(0, Bar(console, config.trainer.log_every))
     trainer = pl.Trainer(
@@ -108,7 +111,6 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         val_check_interval=config.trainer.val_every,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        limit_val_batches=1.0,
         logger=logger,
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],
@@ -120,8 +122,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
     )
     start = time.perf_counter()
     try:
-        # `saved` was read by us; Lightning reads the file again in its own order.
-        trainer.fit(module, data, ckpt_path=saved["path"] if saved else None, weights_only=True)
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
         if config.trainer.max_steps % config.trainer.val_every:
             trainer.validate(module, data, verbose=False)
     except Interrupted as stopped:

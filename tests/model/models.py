@@ -1,9 +1,12 @@
 """Small models with every part at work, for the tests."""
 
 import torch
+from torch import Tensor
 
 from minitransformer import ModelConfig, Transformer
+from minitransformer.model.attention import attend
 from minitransformer.model.config import AttentionConfig
+from minitransformer.model.masks import Visibility
 
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, -1, -1], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
 ATTENTION = set(AttentionConfig.__dataclass_fields__)
@@ -20,3 +23,11 @@ def make(position: str = "rotary", seed: int = 0, **settings) -> Transformer:
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
     return model
+
+
+def with_gradients(kernel: str, visibility: Visibility, qkv: Tensor) -> tuple[Tensor, ...]:
+    """Output of `attend` on (3, B, H, T, D), and the gradients of a weighted sum of it."""
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    output, _ = attend(q, k, v, visibility, kernel=kernel)
+    (output * torch.arange(qkv.shape[-1])).sum().backward()
+    return output, q.grad, k.grad, v.grad

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from minitransformer import SelfAttention, get_attention_weights, scaled_dot_product_attention, sinusoidal_encoding
 from minitransformer.model.attention import attend
 from minitransformer.model.masks import Visibility, causal, documents
-from tests.model.models import make
+from tests.model.models import make, with_gradients
 
 
 def test_textbook_example():
@@ -76,13 +76,8 @@ def test_slices_by_document_are_used_and_equal_one_mask():
         (1, 256, True),
     ]
     torch.manual_seed(0)
-    results = []
     qkv = torch.randn(3, 2, 4, 256, 16)
-    for kernel in ("reference", "sdpa"):
-        q, k, v = (x.clone().requires_grad_() for x in qkv)
-        output, _ = attend(q, k, v, visibility, kernel=kernel)
-        (output * torch.arange(16)).sum().backward()
-        results.append((output, q.grad, k.grad, v.grad))
+    results = [with_gradients(kernel, visibility, qkv) for kernel in ("reference", "sdpa")]
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 

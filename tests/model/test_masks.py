@@ -15,7 +15,7 @@ from minitransformer.model.masks import (
     strided,
     window,
 )
-from tests.model.models import PACKED, make
+from tests.model.models import PACKED, make, with_gradients
 
 
 def rows(mask, n: int) -> list[str]:
@@ -68,12 +68,7 @@ def test_bands_equal_the_reference(length, packed):
     visibility = Visibility(positions, length, mask=window(8))
     assert visibility.worth_banding
     qkv = torch.randn(3, 2, 4, length, 16)
-    results = []
-    for kernel in ("reference", "sdpa"):
-        q, k, v = (x.clone().requires_grad_() for x in qkv)
-        output, _ = attend(q, k, v, visibility, kernel=kernel)
-        (output * torch.arange(16)).sum().backward()
-        results.append((output, q.grad, k.grad, v.grad))
+    results = [with_gradients(kernel, visibility, qkv) for kernel in ("reference", "sdpa")]
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
