@@ -5,7 +5,6 @@ import torch
 
 from minitransformer import ModelConfig, Transformer
 from minitransformer.model.config import ACTIVATIONS, INITS, NORMS, POSITIONS, AttentionConfig, RotaryConfig
-from minitransformer.model.cost import cache_bytes_per_token, flops_per_token, parameter_count
 
 
 @torch.no_grad()
@@ -88,54 +87,6 @@ def test_logits_equal_llama_and_mistral(kind):
         mine.feed_forward.output.weight.copy_(m.down_proj.weight)
     tokens = torch.randint(40, (3, 40))
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("settings", [
-    {}, dict(bias=True), dict(norm="layernorm"), dict(norm="layernorm", bias=True), dict(tie_embeddings=True),
-    dict(activation="swiglu", bias=True), dict(activation="geglu"), dict(n_kv_heads=2, d_head=24), dict(d_ff=100),
-    dict(norm_placement="post"), dict(norm_placement="sandwich"), dict(parallel=True), dict(d_ff=100, bias=True),
-    dict(attention=AttentionConfig(qkv_bias=True)), dict(bias=True, attention=AttentionConfig(output_bias=False)),
-    dict(attention=AttentionConfig(kind="performer")), *[dict(position=name) for name in POSITIONS],
-], ids=str)  # fmt: skip
-def test_parameter_count_is_exact(settings):
-    config = ModelConfig(vocab_size=61, d_model=48, n_layers=3, n_heads=4, max_seq_len=20, **settings)
-    assert parameter_count(config) == sum(p.numel() for p in Transformer(config).parameters())
-
-
-@pytest.mark.parametrize("settings", [{}, dict(activation="swiglu"), dict(n_kv_heads=1), dict(d_head=20)], ids=str)
-def test_flops_equal_torchs_counter(settings):
-    from torch.utils.flop_counter import FlopCounterMode
-
-    config = ModelConfig(
-        vocab_size=61, d_model=48, n_layers=3, n_heads=4, max_seq_len=32, position="none",
-        attention=AttentionConfig(kernel="reference"), **settings,
-    )  # fmt: skip
-    model, tokens = Transformer(config), torch.randint(61, (2, 32))
-    with FlopCounterMode(display=False) as forward:
-        logits = model(tokens)
-    with FlopCounterMode(display=False) as backward:
-        logits.sum().backward()
-    assert forward.get_total_flops() / 64 == flops_per_token(config)
-    both = forward.get_total_flops() + backward.get_total_flops()
-    assert both / 64 == pytest.approx(flops_per_token(config, training=True), rel=0.02)
-
-
-@pytest.mark.parametrize("attention", [
-    AttentionConfig(), AttentionConfig(pattern=["window", "full"], window=8), AttentionConfig(kind="elu"),
-], ids=str)  # fmt: skip
-def test_cache_bytes_are_those_of_the_cache(attention):
-    config = ModelConfig(vocab_size=9, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, attention=attention)
-    model = Transformer(config)
-    sizes = [sum(b.data.nbytes for b in (*c.keys, *c.values)) for c in (model.new_cache(1, n) for n in (100, 150))]
-    assert sizes[1] - sizes[0] == 50 * cache_bytes_per_token(config)
-
-
-def test_gpt2_preset_has_its_published_size():
-    config = ModelConfig(
-        vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_seq_len=1024, position="learned", norm="layernorm",
-        activation="gelu_tanh", bias=True, tie_embeddings=True,
-    )  # fmt: skip
-    assert parameter_count(config) == 124_439_808
 
 
 @pytest.mark.parametrize("init", INITS)
