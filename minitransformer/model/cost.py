@@ -131,9 +131,8 @@ def _linear_numbers(config: ModelConfig, layer: int, length: int) -> float:
     attention, h, width = config.attention, config.n_heads, config.n_heads * config.head_width
     projected = width + 2 * config.kv_heads * config.head_width
     heads, turned = h + config.kv_heads, config.position == "rotary" or attention.qk_norm
-    features = h * (
-        (attention.features or 2 * config.head_width) if attention.kind == "performer" else config.head_width
-    )
+    performer = attention.kind == "performer"
+    features = h * ((attention.features or 2 * config.head_width) if performer else config.head_width)
     numbers = (2 + max(0, length - CHUNK) / length) * features + features * (config.head_width + 1) / CHUNK
     if performer:
         numbers += 2 * width + 2 * features
