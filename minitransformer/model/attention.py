@@ -102,15 +102,7 @@ def _attend_banded(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, drop
 
 def _attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, bias: Tensor | None, cap: float) -> Tensor:
     """`flex_attention` with a block mask: blocks that nobody sees cost nothing (Dong et al. 2024)."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    positions, numbers, offset = visibility.key_positions, visibility.documents, k.shape[2] - q.shape[2]
-    one_row = len(positions) == 1
-
-    def allow(b, h, qi, ki):
-        b, qi = (0 if one_row else b), qi + offset
-        same = (numbers[b, qi] == numbers[b, ki]) & (numbers[b, qi] >= 0)
-        return same & visibility.mask(positions[b, qi], positions[b, ki])
+    from torch.nn.attention.flex_attention import flex_attention
 
     def score(s, b, h, qi, ki):
         s = cap * torch.tanh(s / cap) if cap else s
@@ -118,11 +110,8 @@ def _attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, bias: 
             return s
         return s + bias[b if bias.shape[0] > 1 else 0, h if bias.shape[1] > 1 else 0, qi, ki]
 
-    block_mask = visibility.kept("block_mask", lambda: create_block_mask(
-        allow, None if one_row else len(positions), None, q.shape[2], k.shape[2], device=q.device
-    ))  # fmt: skip
     flex = torch.compile(flex_attention) if q.is_cuda else flex_attention
-    return flex(q, k, v, score_mod=score if bias is not None or cap else None, block_mask=block_mask)
+    return flex(q, k, v, score_mod=score if bias is not None or cap else None, block_mask=visibility.block_mask)
 
 
 def attend(

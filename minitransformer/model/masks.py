@@ -7,12 +7,14 @@ position 0 stands between them, and -1 is padding, which sees nothing and is see
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
     from minitransformer.model.positions import PositionalEncoding
 
 
@@ -102,29 +104,41 @@ class Visibility:
     key_positions: (B, Tk), cached keys first; the queries are its last `n_queries` columns.
     plain: True when the caller knows that every row is one document without padding, which spares
         looking at the positions; None looks (it costs a synchronisation on a GPU).
+    fixed_shapes: no shape may depend on where documents lie, as a compiled graph would be made anew for each.
     """
 
-    def __init__(self, key_positions: Tensor, n_queries: int, plain: bool | None = None, mask: Mask = causal):
+    def __init__(
+        self,
+        key_positions: Tensor,
+        n_queries: int,
+        plain: bool | None = None,
+        mask: Mask = causal,
+        fixed_shapes: bool = False,
+    ):
         self.key_positions = key_positions
         self.n_queries = n_queries
         self.mask = mask
         self._plain = plain
-        self._kept: dict[str, Any] = {}
+        self.fixed_shapes = fixed_shapes
+        self._rotation: Tensor | None = None
 
     @classmethod
     def of_rows(cls, x: Tensor) -> "Visibility":
         """For (B, T, ...) where every row is one causal document."""
         return cls(torch.arange(x.shape[1], device=x.device)[None], x.shape[1], plain=True)
 
-    def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made once in this forward pass."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
-
     def rotation(self, position: "PositionalEncoding") -> Tensor | None:
         """How the encoding turns the queries, and the keys that come with them."""
-        return self.kept("rotation", lambda: position.rotation(self.query_positions))
+        if self._rotation is None:
+            self._rotation = position.rotation(self.query_positions)
+        return self._rotation
+
+    def prepare(self, position: "PositionalEncoding", kernel: str) -> None:
+        """Work out now what the layers will ask for, so that none of it becomes part of their graph."""
+        self.rotation(position)
+        needed = ("block_mask",) if kernel == "flex" else ("plain", "bands" if self.worth_banding else "dense")
+        for name in needed:
+            getattr(self, name)
 
     @property
     def query_positions(self) -> Tensor:
@@ -177,6 +191,22 @@ class Visibility:
         return self.allowed(columns[-self.n_queries :], columns).unsqueeze(1)
 
     @cached_property
+    def block_mask(self) -> "BlockMask":
+        """For `flex_attention`: which blocks of queries and keys have anything to do with each other."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        positions, numbers, offset = self.key_positions, self.documents, self.key_positions.shape[1] - self.n_queries
+        one_row = len(positions) == 1
+
+        def allow(b, h, qi, ki):
+            b, qi = (0 if one_row else b), qi + offset
+            same = (numbers[b, qi] == numbers[b, ki]) & (numbers[b, qi] >= 0)
+            return same & self.mask(positions[b, qi], positions[b, ki])
+
+        rows = None if one_row else len(positions)
+        return create_block_mask(allow, rows, None, self.n_queries, positions.shape[1], device=positions.device)
+
+    @cached_property
     def worth_banding(self) -> bool:
         """Does a short reach make attention in bands of that width cheaper than over whole rows?"""
         return self.whole and self.mask.reach is not None and self.n_queries >= 4 * self.mask.reach
@@ -197,7 +227,7 @@ class Visibility:
 
     def worth_slicing(self, device: torch.device) -> bool:
         """Is attention document by document possible and faster? On a GPU many small calls are not."""
-        if device.type != "cpu" or not self.whole or not self.mask.contiguous:
+        if device.type != "cpu" or self.fixed_shapes or not self.whole or not self.mask.contiguous:
             return False
         if self.mask.reach is not None and max(size for _, size, _ in self.slices) > self.mask.reach:
             return False  # a document longer than the window

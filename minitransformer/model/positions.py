@@ -12,6 +12,7 @@ Positions are counted inside a document: they restart at 0 where one starts, and
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitransformer.model.config import ModelConfig
@@ -144,8 +145,13 @@ class RotaryEncoding(PositionalEncoding):
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Turn the first dimensions of (B, T, H, D) by complex (B or 1, T, 1, pairs), in fp32 whatever the dtype of x."""
     rotated = 2 * rotation.shape[-1]
-    pairs = torch.view_as_complex(x[..., :rotated].float().unflatten(-1, (-1, 2)))
-    turned = torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+    pairs = x[..., :rotated].float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # which fuses the real arithmetic, and cannot the complex
+        (a, b), (cos, sin) = pairs.unbind(-1), (rotation.real, rotation.imag)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * rotation)
+    turned = turned.flatten(-2).to(x.dtype)
     return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
 
 
@@ -245,16 +251,17 @@ class TransformerXLEncoding(PositionalEncoding):
         self.u = nn.Parameter(torch.zeros(config.n_heads, config.head_width))
         self.v = nn.Parameter(torch.zeros(config.n_heads, config.head_width))
         width = config.n_heads * config.head_width
-        self.projections = nn.ModuleList(nn.Linear(config.d_model, width, bias=False) for _ in range(config.n_layers))
+        self.projections = nn.Parameter(torch.empty(config.n_layers, width, config.d_model))
 
     def shift_query(self, layer: int, query: Tensor) -> Tensor:
         return query + self.u[:, None]
 
     def bias(self, layer: int, query: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         distance = _distances(query_positions, key_positions).clamp(min=0)
-        farthest = int(distance.max()) + 1
+        farthest = key_positions.shape[1]  # an unseen key may seem further
+        distance = distance.clamp(max=farthest - 1)
         table = _sinusoids(torch.arange(farthest, device=query.device), self.d_model).to(query.dtype)
-        table = self.projections[layer](table).view(farthest, self.n_heads, -1)  # (distance, H, D)
+        table = F.linear(table, self.projections[layer]).unflatten(-1, (self.n_heads, -1))  # (distance, H, D)
         scores = torch.einsum("bhtd,nhd->bhtn", query + self.v[:, None], table) / query.shape[-1] ** 0.5
         return scores.gather(-1, distance[:, None].expand(*scores.shape[:2], -1, -1))
 

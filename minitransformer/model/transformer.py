@@ -1,6 +1,7 @@
 """The decoder-only transformer: embed, blocks, norm, logits. All initialisation is in one function."""
 
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class Transformer(nn.Module):
         if config.vocab_size is None:
             raise ValueError("model.vocab_size is not set; give the number of token ids")
         self.config = config
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing = self.compiled = False
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position = ENCODINGS[config.position](config)
         self.dropout = nn.Dropout(config.dropout)
@@ -93,14 +94,28 @@ class Transformer(nn.Module):
         views = self._visibilities(tokens, positions, cache, prefix_lengths)
         x = self.dropout(self.position.embed(self.embedding(tokens), views[0].query_positions))
         attention = dict(position=self.position, cache=cache, return_weights=return_attention)
+        if self.compiled:
+            for view in set(views):
+                view.prepare(self.position, self.config.attention.kernel)
         all_weights = []
-        for layer, (block, visibility) in enumerate(zip(self.blocks, views, strict=True)):
-            if self.gradient_checkpointing and self.training:
-                x, weights = checkpoint(block, x, visibility, layer=layer, use_reentrant=False, **attention)
-            else:
-                x, weights = block(x, visibility, layer=layer, **attention)
-            all_weights.append(weights)
+        with torch.compiler.set_stance("force_eager") if self.compiled and cache else nullcontext():
+            for layer, (block, visibility) in enumerate(zip(self.blocks, views, strict=True)):
+                if self.gradient_checkpointing and self.training:
+                    x, weights = checkpoint(block, x, visibility, layer=layer, use_reentrant=False, **attention)
+                else:
+                    x, weights = block(x, visibility, layer=layer, **attention)
+                all_weights.append(weights)
         return self.norm(x), all_weights if return_attention else []
+
+    def compile_blocks(self, **options) -> None:
+        """Compile every block in place (`torch.compile`, with its options); parameters keep their names.
+
+        One graph serves all blocks and any documents. Reading with a cache, where each step has another shape,
+        stays as it is.
+        """
+        for block in self.blocks:
+            block.compile(**options)
+        self.compiled = True
 
     def logits(self, features: Tensor) -> Tensor:
         """(..., d_model) -> (..., vocab_size)."""
@@ -154,12 +169,14 @@ class Transformer(nn.Module):
             row = torch.arange(length, device=tokens.device)[None] if positions is None else positions
             at = [row] * len(self.masks)
         if not plain and cache is None:
-            plain = None if tokens.device.type == "cpu" else False
+            plain = None if tokens.device.type == "cpu" and not self.compiled else False
         made: dict[Mask, Visibility] = {}
         for mask, key_positions in zip(self.masks, at, strict=True):
             if mask not in made:
                 shown = mask if prefix_lengths is None else mask | prefix(prefix_lengths.unsqueeze(-1))
-                made[mask] = Visibility(key_positions, length, plain, shown)
+                made[mask] = Visibility(
+                    key_positions, length, plain, shown, fixed_shapes=self.compiled and cache is None
+                )
         return [made[mask] for mask in self.masks]
 
 
@@ -199,23 +216,29 @@ def initialise(model: Transformer) -> None:
     A tied embedding is also the head, and is normal with standard deviation 0.02 in zero_residual.
     """
     config = model.config
+
+    def fill(matrix: Tensor, writes: bool = False) -> None:
+        if config.init == "gpt2":
+            matrix.normal_(std=0.02 / (math.sqrt(2 * config.n_layers) if writes else 1))
+        elif config.init == "xavier":
+            nn.init.xavier_uniform_(matrix)
+        elif config.init == "d_model":
+            matrix.normal_(std=config.d_model**-0.5)
+        elif writes:
+            matrix.zero_()
+        else:
+            bound = math.sqrt(3 / matrix.shape[1])
+            matrix.uniform_(-bound, bound)
+
     residual = {id(part.output.weight) for block in model.blocks for part in (block.attention, block.feed_forward)}
     for module in model.modules():
         if isinstance(module, nn.Linear) and module is not model.head:
             if module.bias is not None:
                 module.bias.zero_()
-            writes = id(module.weight) in residual
-            if config.init == "gpt2":
-                module.weight.normal_(std=0.02 / (math.sqrt(2 * config.n_layers) if writes else 1))
-            elif config.init == "xavier":
-                nn.init.xavier_uniform_(module.weight)
-            elif config.init == "d_model":
-                module.weight.normal_(std=config.d_model**-0.5)
-            elif writes:
-                module.weight.zero_()
-            else:
-                bound = math.sqrt(3 / module.in_features)
-                module.weight.uniform_(-bound, bound)
+            fill(module.weight, writes=id(module.weight) in residual)
+    if config.position == "transformer_xl":
+        for matrix in model.position.projections:
+            fill(matrix)
     stds = {"gpt2": 0.02, "zero_residual": 0.02 if config.tie_embeddings else 1.0}
     std = stds.get(config.init, config.d_model**-0.5)
     for module in model.modules():

@@ -143,7 +143,7 @@ def test_transformer_xl_by_its_formula():
     """A_ij = (q_i + u) . k_j + (q_i + v) . W R_{i-j}, over sqrt(d) (Dai et al. 2019, section 3.3)."""
     model = make("transformer_xl")
     position = model.position
-    u, v, w = position.u.double(), position.v.double(), position.projections[0].weight.double()
+    u, v, w = position.u.double(), position.v.double(), position.projections[0].double()
 
     def r(distance, h):
         angles = [distance / 10_000 ** (2 * i / 32) for i in range(16)]
