@@ -1,100 +1,100 @@
-"""Where documents come from: the embedded corpus, files, the hub."""
+"""Where documents come from: the embedded corpus, files, the hub; and which of them are held out."""
 
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from minitransformer.data.config import (
-    DataConfig,
-    FilesConfig,
-    HubConfig,
-    JsonlConfig,
-    StdlibConfig,
-    TextConfig,
-)
+from minitransformer.data.config import DOCUMENTS, DataConfig, FilesConfig, HubConfig, StdlibConfig
+from minitransformer.data.files import TABLES, FileText, digest, expand, has_bom, kind, split_documents, table_rows
 
 # Folders of the standard library that are tests, or not the library's own text.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass
-class Corpus:
-    """Documents for training and for validation, and a name for exactly this text."""
+class Document:
+    """text: its pieces, which may be read again. prefix: what stands before it and is no target.
 
-    train: list[str]
-    validation: list[str]
+    held_out: for validation or not; None lets a hash of the text decide.
+    """
+
+    text: Iterable[str]
+    prefix: str = ""
+    held_out: bool | None = None
+
+    def key(self) -> float:
+        """A number in [0, 1) that depends on the text alone."""
+        text = hashlib.blake2b(digest_size=7)
+        for piece in (self.prefix, *self.text):
+            text.update(piece.encode())
+        return int.from_bytes(text.digest(), "big") / 2**56
+
+    @property
+    def blank(self) -> bool:
+        return all(not piece or piece.isspace() for piece in self.text)
+
+
+@dataclass
+class Corpus:
+    """Documents that can be read again and again.
+
+    what: a name for messages. fingerprint: of exactly this text and the way that it is read.
+    """
+
+    what: str
     fingerprint: str
-    skipped: int  # empty or white-space documents left out
+    read: Callable[[], Iterator[Document]]
+    boms: int = 0  # byte-order marks left out
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Read and split the documents that `config` names.
+    """The documents that `config` names.
 
     Raises:
-        ValueError: a file is missing, empty or not UTF-8, a field is not there, or no text is left; the message
-            names the file or field.
+        ValueError: a file or data set is missing or cannot be read. What is wrong inside a file shows as it is read.
     """
     if isinstance(config, StdlibConfig):
-        train, validation = stdlib_documents(), None
-        what = "the standard library"
-    elif isinstance(config, HubConfig):
-        train, validation = _hub_documents(config)
-        what = config.name
-    elif isinstance(config, FilesConfig):
-        train = _file_documents(config, config.files)
-        validation = _file_documents(config, config.val_files) if config.val_files else None
-        what = ", ".join(config.files)
-    else:
-        raise AssertionError(f"no reader for {type(config).__name__}")
-    if validation is None:
-        train, validation = split(train, config.split, config.val_fraction)
-    kept_train, kept_validation = ([t for t in texts if not _blank(t)] for texts in (train, validation))
-    skipped = len(train) + len(validation) - len(kept_train) - len(kept_validation)
-    for name, kept in (("train on", kept_train), ("validate on", kept_validation)):
-        if not kept:
-            raise ValueError(f"no text to {name} in {what}: {len(train) + len(validation)} documents, {skipped} blank")
-    return Corpus(kept_train, kept_validation, fingerprint((kept_train, kept_validation)), skipped)
+        texts = stdlib_documents()
+        return Corpus("the standard library", _hash_of(texts), lambda: _split(map(_whole, texts), config, "hash"))
+    if isinstance(config, HubConfig):
+        return _hub_corpus(config)
+    assert isinstance(config, FilesConfig), f"no reader for {type(config).__name__}"
+    return _files_corpus(config)
 
 
-def _blank(text: str) -> bool:
-    return not text or text.isspace()
+def _whole(text: str) -> Document:
+    return Document([text])
 
 
-def fingerprint(parts: Iterable[Iterable[str]]) -> str:
-    """A hash of the text itself: changed, added or reordered documents change it."""
-    digest = hashlib.blake2b(digest_size=16)
-    for texts in parts:
-        for text in texts:
-            data = text.encode()
-            digest.update(len(data).to_bytes(8, "little"))
-            digest.update(data)
-        digest.update(b"part")
-    return digest.hexdigest()
+def _hash_of(texts: Iterable[str]) -> str:
+    whole = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        data = text.encode()
+        whole.update(len(data).to_bytes(8, "little") + data)
+    return whole.hexdigest()
 
 
-def split(texts: list[str], how: str, val_fraction: float) -> tuple[list[str], list[str]]:
-    """Hold out `val_fraction` of the text.
-
-    hash: documents whose hash falls below the fraction (equal documents stay together); at least the one with the
-        lowest hash where there are several.
-    tail: the last characters of every document.
-    """
-    if how == "tail":
-        cuts = [int(len(text) * (1 - val_fraction)) for text in texts]
-        pairs = list(zip(texts, cuts, strict=True))
-        return [text[:end] for text, end in pairs], [text[end:] for text, end in pairs]
-    keys = [_hash(text) for text in texts]
-    limit = max(val_fraction, min(keys, default=0)) if len(texts) > 1 else val_fraction
-    train = [text for text, key in zip(texts, keys, strict=True) if key > limit]
-    return train, [text for text, key in zip(texts, keys, strict=True) if key <= limit]
+def _split(documents: Iterable[Document], config: DataConfig, auto: str) -> Iterator[Document]:
+    """Cut off the held-out tail of each document, where that is how they are split."""
+    if (auto if config.split == "auto" else config.split) == "hash":
+        yield from documents
+        return
+    for document in documents:
+        length = sum(map(len, document.text))
+        cut = int(length * (1 - config.val_fraction))
+        yield Document(_characters(document.text, 0, cut), document.prefix, held_out=False)
+        yield Document(_characters(document.text, cut, None), document.prefix, held_out=True)
 
 
-def _hash(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big") / 2**56
+def _characters(text: Iterable[str], start: int, end: int | None) -> Iterable[str]:
+    return FileText(text.path, start, end) if isinstance(text, FileText) else ["".join(text)[start:end]]
+
+
+# Sources ---------------------------------------------------------------------------------------------------------
 
 
 def stdlib_documents() -> list[str]:
@@ -114,73 +114,94 @@ def stdlib_documents() -> list[str]:
                     continue
     if not texts:
         raise ValueError(f"data=stdlib found no .py file in {root}; train on your own with data=text data.files=[...]")
-    return sorted(texts, key=lambda text: (_hash(text), text))
+    return sorted(texts, key=lambda text: (_whole(text).key(), text))
 
 
-def read_text(path: str) -> str:
-    """A UTF-8 file as it is, line ends included; a leading byte-order mark is dropped.
+def _files_corpus(config: FilesConfig) -> Corpus:
+    files = expand("data.files", config.files)
+    val_files = expand("data.val_files", config.val_files) if config.val_files else []
+    tables = [path for path in files + val_files if kind(path) in TABLES]
+    for setting in ("text_field", "prefix_field"):
+        if (name := getattr(config, setting)) and not tables:
+            raise ValueError(f"data.{setting}={name} is for {', '.join(TABLES)}; data.files are plain text")
+    single = len(files) == 1 and not tables and config.documents == "file"
 
-    Raises:
-        ValueError: the file is missing, empty or not UTF-8 (with the offset of the first wrong byte).
-    """
-    data = _existing(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}") from None
-    if _blank(text):
-        raise ValueError(
-            f"{path} holds no text: {len(data)} bytes, all of them white space" if data else f"{path} is empty"
-        )
-    return text
+    def read() -> Iterator[Document]:
+        if val_files:
+            for held_out, paths in ((False, files), (True, val_files)):
+                for path in paths:
+                    for document in _file_documents(path, config):
+                        document.held_out = held_out
+                        yield document
+        else:
+            documents = (document for path in files for document in _file_documents(path, config))
+            yield from _split(documents, config, "tail" if single else "hash")
 
-
-def _existing(path: str) -> Path:
-    if not Path(path).exists():
-        raise ValueError(f"data.files: {path} does not exist (looked in {Path.cwd()})")
-    if not Path(path).is_file():
-        raise ValueError(f"data.files: {path} is not a file")
-    if not os.access(path, os.R_OK):
-        raise ValueError(f"data.files: {path} may not be read")
-    return Path(path)
+    way = [config.documents, config.text_field, config.prefix_field]
+    fingerprint = _hash_of([digest(files), digest(val_files), *map(str, way)])
+    boms = sum(map(has_bom, files + val_files))
+    return Corpus(", ".join(config.files), fingerprint, read, boms)
 
 
-def _file_documents(config: FilesConfig, paths: list[str]) -> list[str]:
-    if isinstance(config, TextConfig):
-        return [read_text(path) for path in paths]
-    for path in paths:
-        if not _existing(path).stat().st_size:
-            raise ValueError(f"{path} is empty")
+def _file_documents(path: Path, config: FilesConfig) -> Iterator[Document]:
+    if kind(path) in TABLES:
+        for row in table_rows(path, _fields(config)):
+            yield Document([row[0]], *row[1:])
+    elif config.documents == DOCUMENTS[0]:
+        yield Document(FileText(path))
+    else:
+        yield from map(_whole, split_documents(FileText(path), config.documents))
+
+
+def _fields(config: FilesConfig | HubConfig) -> dict[str, str]:
+    names = {"data.text_field": config.text_field or "text"}
+    return names | ({"data.prefix_field": config.prefix_field} if config.prefix_field else {})
+
+
+def load_hub(config: HubConfig, split: str) -> Any:
+    """One split of a data set of the hub, streamed if the config says so, its fields checked."""
     import datasets
 
-    kind = "json" if isinstance(config, JsonlConfig) else "parquet"
     datasets.disable_progress_bars()
     try:
-        table = datasets.load_dataset(kind, data_files=paths, split="train")
+        table = datasets.load_dataset(config.name, config.config, split=split, streaming=config.streaming)
+        columns = table.column_names or list(next(iter(table)))
     except Exception as error:
-        cause = error.__cause__ or error
-        raise ValueError(f"cannot read {', '.join(paths)} as {kind}: {' '.join(str(cause).split())}") from None
-    return _column(table, config.text_field, ", ".join(paths))
+        raise ValueError(f"cannot load data.name={config.name}: {' '.join(str(error).split())}") from None
+    for setting, name in _fields(config).items():
+        if name not in columns:
+            raise ValueError(f"{setting}={name} is not in {config.name} ({split}); it has {', '.join(columns)}")
+    return table.select_columns(list(_fields(config).values()))
 
 
-def _hub_documents(config: HubConfig) -> tuple[list[str], list[str] | None]:
-    import datasets
-
-    def load(split: str) -> list[str]:
-        try:
-            table = datasets.load_dataset(config.name, config.config, split=split)
-        except Exception as error:
-            raise ValueError(f"cannot load data.name={config.name}: {' '.join(str(error).split())}") from None
-        return _column(table, config.text_field, f"{config.name} ({split})")
-
-    return load(config.train_split), load(config.val_split) if config.val_split else None
+def hub_document(config: HubConfig, row: dict) -> Document:
+    texts = []
+    for setting, name in _fields(config).items():
+        if not isinstance(row[name], str | None):
+            raise ValueError(f"{setting}={name} of {config.name} holds {type(row[name]).__name__}, not text")
+        texts.append(row[name] or "")
+    return Document([texts[0]], *texts[1:])
 
 
-def _column(table, name: str, where: str) -> list[str]:
-    if name not in table.column_names:
-        raise ValueError(f"data.text_field={name} is not in {where}; it has {', '.join(table.column_names)}")
-    texts = table[name][:]
-    for row, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise ValueError(f"data.text_field={name} of {where} holds {type(text).__name__} in row {row}, not text")
-    return texts
+def _hub_corpus(config: HubConfig) -> Corpus:
+    splits = {None: config.train_split} if config.val_split is None else {False: config.train_split}
+    if config.val_split is not None:
+        splits[True] = config.val_split
+    tables = {held_out: load_hub(config, split) for held_out, split in splits.items()}
+
+    def documents() -> Iterator[Document]:
+        for held_out, table in tables.items():
+            # Of a stream the start is looked at; the rest is read while training.
+            for row in table.take(config.buffer) if config.streaming else table:
+                document = hub_document(config, row)
+                document.held_out = held_out
+                yield document
+
+    def read() -> Iterator[Document]:
+        return documents() if config.val_split else _split(documents(), config, "hash")
+
+    if config.streaming:
+        fingerprint = _hash_of("\0".join((d.prefix, *d.text)) for d in read())
+    else:
+        fingerprint = _hash_of([*(t._fingerprint for t in tables.values()), *_fields(config).values()])
+    return Corpus(config.name, fingerprint, read)

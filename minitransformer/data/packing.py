@@ -5,23 +5,52 @@ very end: `0 5 6 7 0 8 9 0`. Reading the inputs of a document at its offset and 
 gives start token + tokens against tokens + end token, with nothing stored twice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-IGNORE = -100  # the target of a place that holds no token; `F.cross_entropy` skips it
+IGNORE = -100  # the target of a place that holds no token, or that no loss is taken on; `F.cross_entropy` skips it
+
+
+@dataclass
+class Documents:
+    """Some of the documents of a token stream, (n,) each.
+
+    offset: of each document's boundary token. length: its tokens, without the boundary. prefix: how many of them, from
+    the start, are read and no target.
+    """
+
+    offset: np.ndarray  # int64
+    length: np.ndarray  # int64
+    prefix: np.ndarray  # int64
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def take(self, which: np.ndarray) -> "Documents":
+        return Documents(self.offset[which], self.length[which], self.prefix[which])
+
+    @classmethod
+    def of(cls, length: np.ndarray, prefix: np.ndarray | None = None) -> "Documents":
+        """All documents of a stream, from their lengths."""
+        length = np.asarray(length, np.int64)
+        offset = np.cumsum(length + 1) - (length + 1)
+        return cls(offset, length, np.zeros_like(length) if prefix is None else np.asarray(prefix, np.int64))
 
 
 @dataclass
 class Rows:
     """Which stretch of the stream lies where: piece i is `stream[start[i] : start[i] + length[i]]`.
 
-    The pieces of row r are `first[r] : first[r + 1]`.
+    The pieces of row r are `first[r] : first[r + 1]`. The first `ignored[i]` targets of a piece do not count.
+    continuous: pieces are one text, whose positions run on through the row.
     """
 
     start: np.ndarray  # (n_pieces,) int64, offset in the stream
-    length: np.ndarray  # (n_pieces,) int32, targets in the piece
+    length: np.ndarray  # (n_pieces,) int32
+    ignored: np.ndarray  # (n_pieces,) int32
     first: np.ndarray  # (n_rows + 1,) int64
+    continuous: bool = False
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -29,33 +58,55 @@ class Rows:
     @property
     def targets(self) -> np.ndarray:
         """(n_rows,) target tokens in each row."""
-        return np.add.reduceat(self.length, self.first[:-1]) if len(self) else np.zeros(0, np.int64)
+        counted = (self.length - self.ignored).astype(np.int64)
+        return np.add.reduceat(counted, self.first[:-1]) if len(self) else counted
 
 
-def cut(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents into pieces of at most `row_length` targets, the short rest last.
+def cut(documents: Documents, row_length: int) -> Rows:
+    """Cut documents into pieces of at most `row_length` targets, the short rest last; each piece is a row.
 
-    lengths: (n_documents,) tokens in each, without the boundary token. Every token and the end token is a target
-    exactly once. Returns the offset of each piece in the stream and its length, (n_pieces,) each.
+    Every token after the prefix, and the end token, is a target exactly once. A piece of prefix alone is left out.
     """
-    targets = np.asarray(lengths, np.int64) + 1
+    targets = documents.length + 1
     pieces = -(-targets // row_length)
-    offsets = np.concatenate(([0], np.cumsum(targets)[:-1])) if len(targets) else targets
     document = np.repeat(np.arange(len(targets)), pieces)
-    index = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    start = offsets[document] + index * row_length
-    return start, np.minimum(targets[document] - index * row_length, row_length).astype(np.int32)
+    done = (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * row_length
+    length = np.minimum(targets[document] - done, row_length)
+    ignored = np.clip(documents.prefix[document] - done, 0, length)
+    kept = ignored < length
+    start, length, ignored = (x[kept] for x in (documents.offset[document] + done, length, ignored))
+    return Rows(start, length.astype(np.int32), ignored.astype(np.int32), np.arange(len(start) + 1))
 
 
-def pack(lengths: np.ndarray, row_length: int) -> Rows:
-    """Fill rows by best fit, longest piece first (Ding et al. 2024, Fewer Truncations Improve Language Modeling).
+def pack(documents: Documents, row_length: int, how: str = "best_fit", turn: int = 0) -> Rows:
+    """Rows of at most `row_length` targets.
 
-    A piece goes into the fullest row that still has room. Rows with the same room are alike, so whole groups of
-    equal pieces are placed at once: the work grows with `row_length` squared, hardly with the number of documents.
+    how:
+        best_fit: the fullest row with room, longest piece first (Ding et al. 2024, Fewer Truncations Improve Language
+            Modeling).
+        sequential: pieces in order; a row ends before the piece that does not fit.
+        pad: each piece is a row.
+        concat: one stream cut at `row_length`, as GPT-2's; documents see each other. It is a ring, cut first after
+            `turn` targets, so that another `turn` moves all cuts, and their number stays.
     """
-    start, length = cut(lengths, row_length)
-    if not len(start):
-        return Rows(start, length, np.zeros(1, np.int64))
+    if how == "concat":
+        return _concat(documents, row_length, turn)
+    pieces = cut(documents, row_length)
+    if how == "pad" or not len(pieces):
+        return pieces
+    place = {"best_fit": _best_fit, "sequential": _sequential}[how]
+    row_of = place(pieces.length, row_length)
+    order = np.argsort(row_of, kind="stable")
+    first = np.concatenate(([0], np.cumsum(np.bincount(row_of))))
+    return Rows(pieces.start[order], pieces.length[order], pieces.ignored[order], first)
+
+
+def _best_fit(length: np.ndarray, row_length: int) -> np.ndarray:
+    """The row of each piece.
+
+    Rows with the same room are alike, so whole groups of equal pieces are placed at once: the work grows with
+    `row_length` squared, hardly with the number of pieces.
+    """
     order = np.argsort(-length, kind="stable")
     row_of = np.empty(len(length), np.int64)
     room: list[list[np.ndarray]] = [[] for _ in range(row_length + 1)]  # rows by what still fits in them
@@ -84,9 +135,40 @@ def pack(lengths: np.ndarray, row_length: int) -> Rows:
                 room[space - rest * size].append(rows[full : full + 1])
             if len(left := rows[full + (rest > 0) :]):
                 room[space].append(left)
-    by_row = np.argsort(row_of, kind="stable")
-    first = np.concatenate(([0], np.cumsum(np.bincount(row_of, minlength=n_rows))))
-    return Rows(start[by_row], length[by_row], first)
+    return row_of
+
+
+def _sequential(length: np.ndarray, row_length: int) -> np.ndarray:
+    """The row of each piece."""
+    ends = np.cumsum(length, dtype=np.int64)
+    # For every piece, the first that does not fit into a row which begins with it; the rows are a walk along these.
+    after = np.searchsorted(ends, ends - length + row_length, side="right").tolist()
+    starts_row = np.zeros(len(length), np.int64)
+    piece = 0
+    while piece < len(after):
+        starts_row[piece] = 1
+        piece = after[piece]
+    return np.cumsum(starts_row) - 1
+
+
+def _concat(documents: Documents, row_length: int, turn: int) -> Rows:
+    """Rows of a ring of all documents, cut every `row_length` targets from `turn` on."""
+    ends = np.cumsum(documents.length + 1)
+    total = int(ends[-1]) if len(ends) else 0
+    if not total:
+        return replace(cut(documents, row_length), continuous=True)
+    cuts = np.arange(turn % total, turn % total + total, row_length) % total
+    # Pieces lie between neighbours among the ends of documents and the cuts of rows.
+    edges = np.unique(np.concatenate((ends - documents.length - 1, cuts)))
+    length = np.diff(edges, append=total)
+    document = np.searchsorted(ends, edges, side="right")
+    inside = edges - (ends - documents.length - 1)[document]
+    ignored = np.clip(documents.prefix[document] - inside, 0, length)
+    begin = np.searchsorted(edges, cuts[0])  # the ring is read from the first cut on
+    start, length, ignored = (np.roll(x, -begin) for x in (documents.offset[document] + inside, length, ignored))
+    done = np.cumsum(length) - length
+    first = np.append(np.searchsorted(done, np.arange(0, total, row_length)), len(start))
+    return Rows(start, length.astype(np.int32), ignored.astype(np.int32), first, continuous=True)
 
 
 def fill(stream: np.ndarray, rows: Rows, index: np.ndarray, row_length: int) -> tuple[np.ndarray, ...]:
@@ -94,16 +176,24 @@ def fill(stream: np.ndarray, rows: Rows, index: np.ndarray, row_length: int) -> 
 
     Places without a token hold id 0, position -1 and target IGNORE.
     """
+    counts = rows.first[index + 1] - rows.first[index]
+    row = np.repeat(np.arange(len(index)), counts)  # of each piece
+    piece = _ranges(rows.first[index], counts)
+    length = rows.length[piece].astype(np.int64)
+    before = np.cumsum(length) - length
+    place = before - before[np.cumsum(counts) - counts][row]  # of each piece in its row
+    inside = _ranges(np.zeros_like(length), length)
+    source = np.repeat(rows.start[piece], length) + inside
+    target = np.repeat(row * row_length + place, length) + inside
     shape = (len(index), row_length)
     tokens, positions, targets = np.zeros(shape, np.int64), np.full(shape, -1), np.full(shape, IGNORE)
-    steps = np.arange(row_length)
-    for row, chosen in enumerate(index):
-        place = 0
-        for piece in range(rows.first[chosen], rows.first[chosen + 1]):
-            start, length = rows.start[piece], rows.length[piece]
-            end = place + length
-            tokens[row, place:end] = stream[start : start + length]
-            targets[row, place:end] = stream[start + 1 : start + length + 1]
-            positions[row, place:end] = steps[:length]
-            place = end
+    tokens.reshape(-1)[target] = stream[source]
+    targets.reshape(-1)[target] = np.where(inside < np.repeat(rows.ignored[piece], length), IGNORE, stream[source + 1])
+    positions.reshape(-1)[target] = target % row_length if rows.continuous else inside
     return tokens, positions, targets
+
+
+def _ranges(start: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """start[0], start[0] + 1, ... (count[0] numbers), start[1], ..."""
+    ends = np.cumsum(count)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(start - (ends - count), count)

@@ -2,7 +2,9 @@
 
 import codecs
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, WordLevel
 
 BOUNDARY = "<|endoftext|>"  # stands before each document and after the last; its id starts and ends a text
+# What others call it; the first that a pretrained tokenizer has is taken.
+BOUNDARIES = (BOUNDARY, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+PIECE = 2**14  # characters that are encoded at once; a longer text is cut
+PROBE = '  It\'s naïve, 李 said:\r\n\t"🦉"...\n\n 42\u2028\x00\ufeff e\u0301 '  # text that lossy tokenizers change
 
 
 def _byte_of() -> dict[str, int]:
@@ -30,16 +36,24 @@ class Tokenizer:
     def __init__(self, backend: Backend):
         backend.encode_special_tokens = True  # text that looks like the boundary token stays text
         self.backend = backend
-        self.boundary = backend.token_to_id(BOUNDARY)
-        if self.boundary is None:
-            raise ValueError(f"the tokenizer has no {BOUNDARY} token, which starts and ends documents")
         vocabulary = backend.get_vocab()
-        self.characters = set(vocabulary) - {BOUNDARY} if isinstance(backend.model, WordLevel) else None
+        boundary = next((name for name in BOUNDARIES if name in vocabulary), None)
+        if boundary is None:
+            raise ValueError(f"the tokenizer has none of {', '.join(BOUNDARIES)}, which start and end documents")
+        self.boundary = vocabulary[boundary]
+        self.characters = set(vocabulary) - {boundary} if isinstance(backend.model, WordLevel) else None
+        added = backend.get_added_tokens_decoder()
         byte_of = _byte_of()
         self.token_bytes = [b""] * (max(vocabulary.values()) + 1)
         for token, i in vocabulary.items():
-            if i != self.boundary:
-                self.token_bytes[i] = token.encode() if self.characters else bytes(byte_of[c] for c in token)
+            if i in added or self.characters:
+                self.token_bytes[i] = b"" if i in added and added[i].special else token.encode()
+            elif set(token) <= byte_of.keys():
+                self.token_bytes[i] = bytes(byte_of[c] for c in token)
+            else:
+                raise ValueError(
+                    f"its token {token!r} does not stand for bytes; only byte-level tokenizers lose no text"
+                )
 
     @property
     def vocab_size(self) -> int:
@@ -51,6 +65,30 @@ class Tokenizer:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     # Making one ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def pretrained(cls, name: str) -> "Tokenizer":
+        """A byte-level tokenizer.json: a file, a folder that holds one, or one of the hub.
+
+        Raises:
+            ValueError: there is none, or it would lose some text.
+        """
+        path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
+        try:
+            backend = Backend.from_file(str(path)) if path.exists() else Backend.from_pretrained(name)
+        except Exception as error:  # tokenizers raises bare Exception
+            found = "" if path.exists() else f", nor is there a file {path}"
+            raise ValueError(f"cannot load tokenizer.name={name}: {' '.join(str(error).split())}{found}") from None
+        backend.normalizer = None  # so that every text comes back as it was
+        backend.no_padding()
+        backend.no_truncation()
+        try:
+            tokenizer = cls(backend)
+            if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
+                raise ValueError("it changes text; only byte-level tokenizers lose none")
+        except ValueError as error:
+            raise ValueError(f"cannot use tokenizer.name={name}: {error}") from None
+        return tokenizer
 
     @classmethod
     def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -118,12 +156,36 @@ class Tokenizer:
         self._check(text)
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def encode_documents(self, texts: list[str]) -> Iterator[np.ndarray]:
-        """Ids of each text, on all cores."""
-        for text in texts:
-            self._check(text)
-        for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
-            yield np.asarray(encoding.ids, dtype=np.uint32)
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each text, (n,) each, on all cores.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        if self._table is None:
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        # One id a unit: looking them up at once is faster than any tokenizer.
+        if self.characters is None:
+            lengths, units = [len(text.encode()) for text in texts], np.frombuffer("".join(texts).encode(), np.uint8)
+        else:
+            lengths, units = list(map(len, texts)), np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32)
+            if len(units) and (units.max() >= len(self._table) or (self._table[units] < 0).any()):
+                self._check("".join(texts))
+        ids = self._table[units].astype(np.uint32)
+        return np.split(ids, np.cumsum(lengths)[:-1]) if texts else []
+
+    @cached_property
+    def _table(self) -> np.ndarray | None:
+        """The id of each byte, or of each character (-1: none); None where tokens are longer than these."""
+        if self.characters is not None:
+            table = np.full(max(map(ord, self.characters), default=0) + 1, -1, np.int64)
+            for character in self.characters:
+                table[ord(character)] = self.backend.token_to_id(character)
+            return table
+        if sorted(self.token_bytes) != [b"", *(bytes([byte]) for byte in range(256))]:
+            return None
+        return np.array([self.token_bytes.index(bytes([byte])) for byte in range(256)])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; boundaries vanish, bytes that are not UTF-8 become U+FFFD.
@@ -151,3 +213,26 @@ class Tokenizer:
         if self.characters and (unknown := sorted(set(text) - self.characters)):
             shown = ", ".join(repr(c) for c in unknown[:10])
             raise ValueError(f"the character tokenizer does not know {shown}; it knows those of its training text")
+
+
+def cut(text: Iterable[str], size: int = PIECE) -> Iterator[str]:
+    """Pieces of a text that encode to the same ids as the whole: cut before a space, or between letter and line end.
+
+    There every byte-level pattern cuts too (GPT-2's and its successors'). Where no such place is found within `size`
+    characters, as in scripts without spaces, a piece ends after `size` of them, and a token may differ there.
+    """
+    rest = ""
+    for piece in text:
+        rest += piece
+        start = 0
+        while len(rest) - start > 2 * size:
+            end = start + size
+            place = next((m.start() + 1 for m in _SAFE.finditer(rest, end, end + size)), end)
+            yield rest[start:place]
+            start = place
+        rest = rest[start:]
+    if rest:
+        yield rest
+
+
+_SAFE = re.compile(r"\S(?= )|[^\W_](?=[\r\n])")

@@ -101,8 +101,7 @@ class Sampler(pl.Callback):
 
     def __init__(self, config: CallbacksConfig, console: Console, model: Transformer, data: TextData):
         self.config, self.console = config, console
-        start = data.validation.stream[1 : 1 + min(HELD_OUT_TOKENS, data.row_length // 4)]
-        held_out = data.tokenizer.decode(start.tolist()).rstrip("\ufffd")  # half a character at the end
+        held_out = data.held_out_text(min(HELD_OUT_TOKENS, data.row_length // 4))
         self.prompt = held_out if config.sample_prompt is None else config.sample_prompt
         try:
             room = fitting(model, len(data.tokenizer.encode(self.prompt)) + 1, None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.checkpoint import HEADER, describe
-from minitransformer.data.datamodule import Batch
+from minitransformer.data.rows import Batch
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import AdamWConfig, ScheduleConfig, TrainerConfig
@@ -75,11 +75,14 @@ class LanguageModel(pl.LightningModule):
             part = Batch(*(x[start : start + rows] for x in batch[:3]), batch.step_targets)
             loss = self.loss_sum(part)
             # Ranks average their gradients; times their number, the average is the sum over the step's targets.
-            self.manual_backward(loss * (self.trainer.world_size / batch.step_targets))
+            # A step may have none where rows hold long prefixes.
+            self.manual_backward(loss * (self.trainer.world_size / max(1, batch.step_targets)))
             total += loss.detach()
         norm = self._clip()
         optimizer.step()
         optimizer.zero_grad()
+        if batch.state is not None:
+            self.trainer.datamodule.stream_state = batch.state
         self._count(total, batch.step_targets, norm, factor, step + 1)
 
     def _clip(self) -> Tensor:

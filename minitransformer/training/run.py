@@ -62,8 +62,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
     run, saved = _resume(config, console)
 
     data = TextData(config.data, config.tokenizer, config.model.max_seq_len, config.seed)
-    with console.status("reading the data"):
-        data.prepare(say=console.print)
+    data.prepare(console)
     model_config = _with_vocabulary(config.model, data.tokenizer.vocab_size)
     checkpoint = None
     if saved is not None:
@@ -230,27 +229,34 @@ def _finish(logger: Logger | bool) -> None:
 
 def summary(console, config, run, model_config, data, device, precision, logging_line) -> None:
     """Say what is about to be trained, on what, and where it will lie."""
-    train, held_out, rows = data.train, data.validation, data.train_rows
+    train, held_out = data.train, data.validation
     steps, batch = config.trainer.max_steps, config.data.batch_size
-    tokens = int(train.lengths.sum())
     per_step = batch * data.row_length * data.efficiency
     kind = type(config.data).__name__.removesuffix("Config").lower()
     optimizer = f"adamw lr {config.optimizer.lr:g}"
     if isinstance(config.optimizer, MuonConfig):
         optimizer = f"muon lr {config.optimizer.lr:g}"
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    skipped = f", {data.skipped} blank ones skipped" if data.skipped else ""
+    left_out = [(data.skipped, "blank ones skipped"), (data.boms, "byte-order marks dropped")]
+    left_out = "".join(f", {number} {what}" for number, what in left_out if number)
+    if data.steps is None:
+        rows = f"streamed, {config.data.buffer:,} documents shuffled together"
+        epochs, at_first = "", " in the first documents"
+    else:
+        rows = (
+            f"{data.steps.n_rows:,} of {data.row_length} tokens, {data.efficiency:.1%} filled ({config.data.packing})"
+        )
+        epochs, at_first = f"{steps * batch / data.steps.n_rows:.1f} epochs, ", ""
     for name, value in {
         "run": str(run),
         "model": f"{parameter_count(model_config):,} parameters: {model_config.n_layers} layers, "
         f"d_model {model_config.d_model}, {model_config.n_heads} heads, {model_config.position} positions",
-        "data": f"{kind}: {len(train.lengths):,} documents, {train.n_bytes:,} bytes{skipped}; "
-        f"{len(held_out.lengths):,} documents, {held_out.n_bytes:,} bytes held out",
-        "tokens": f"{tokens:,} of {config.tokenizer.kind} with a vocabulary of {data.tokenizer.vocab_size:,}, "
-        f"{train.n_bytes / tokens:.2f} bytes each",
-        "rows": f"{len(rows):,} of {data.row_length} tokens, {data.efficiency:.1%} filled",
-        "training": f"{steps:,} steps of {batch} rows, {per_step * steps:,.0f} tokens, "
-        f"{steps * batch / len(rows):.1f} epochs; {optimizer}",
+        "data": f"{kind}: {len(train.documents):,} documents, {train.n_bytes:,} bytes{at_first}{left_out}; "
+        f"{len(held_out.documents):,} documents, {held_out.n_bytes:,} bytes held out",
+        "tokens": f"{train.n_tokens:,} of {config.tokenizer.kind} with a vocabulary of {data.tokenizer.vocab_size:,}, "
+        f"{train.n_bytes / train.n_tokens:.2f} bytes each",
+        "rows": rows,
+        "training": f"{steps:,} steps of {batch} rows, {per_step * steps:,.0f} tokens, {epochs}{optimizer}",
         "device": f"{device.type} ({hardware}), precision {precision}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         "logging": logging_line,

@@ -1,0 +1,305 @@
+"""Tokenised documents on the disk: made once, mapped into memory by every run that needs them."""
+
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from minitransformer.data.config import BPEConfig, DataConfig, PretrainedConfig, TokenizerConfig
+from minitransformer.data.documents import Corpus, Document
+from minitransformer.data.packing import Documents
+from minitransformer.data.tokenizer import Tokenizer, cut
+
+FORMAT = 2  # of an entry; a change of what is stored takes a new number
+BATCH = 2**22  # characters that are encoded at once
+
+
+class TokenFile:
+    """Ids in a file, mapped into memory. It is opened where it is used: a worker process gets its path alone."""
+
+    def __init__(self, path: Path, dtype: str):
+        self.path, self.dtype = path, dtype
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        return np.memmap(self.path, self.dtype, mode="r")
+
+    def __getstate__(self) -> dict:
+        return {"path": self.path, "dtype": self.dtype}
+
+
+@dataclass
+class Split:
+    """The documents of one split, and what they add up to. n_bytes: UTF-8 bytes of their text, without prefixes."""
+
+    documents: Documents
+    n_bytes: int
+
+    @property
+    def n_tokens(self) -> int:
+        """Targets but for the end tokens."""
+        return int((self.documents.length - self.documents.prefix).sum())
+
+
+@dataclass
+class Store:
+    """What an entry of the cache holds.
+
+    limit: documents whose key is no larger are held out. skipped: blank documents, and boms: byte-order marks left out.
+    """
+
+    tokenizer: Tokenizer
+    tokens: TokenFile
+    train: Split
+    validation: Split
+    limit: float
+    skipped: int
+    boms: int
+
+
+@dataclass
+class Survey:
+    """What a first look at a corpus finds. limit: documents with a smaller or equal key are held out."""
+
+    n_bytes: int
+    limit: float
+
+
+def cache_folder(config: DataConfig) -> Path:
+    if config.cache_dir:
+        return Path(config.cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minitransformer"
+
+
+def open_store(config: DataConfig, tokenizer_config: TokenizerConfig, corpus: Corpus, console: Console) -> Store:
+    """The tokenised corpus, from the cache if it was tokenised before.
+
+    An entry is named by a hash of the text and the settings, and appears whole or not at all: it is built in a folder
+    beside its place and renamed. Of two runs that need it at once the second waits for the first.
+
+    Raises:
+        ValueError: the text is wrong or the cache cannot be written.
+    """
+    settings = [config.split, config.val_fraction, asdict(tokenizer_config)]
+    if isinstance(tokenizer_config, PretrainedConfig):
+        settings.append(Tokenizer.pretrained(tokenizer_config.name).fingerprint)  # a file by that name may change
+    what = json.dumps([FORMAT, corpus.fingerprint, settings], sort_keys=True)
+    entry = cache_folder(config) / blake2b(what.encode(), digest_size=16).hexdigest()
+    if not entry.is_dir():
+        try:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(entry.with_suffix(".lock")):
+                if not entry.is_dir():
+                    _build(entry, config, tokenizer_config, corpus, console)
+        except OSError as error:
+            raise ValueError(f"data.cache_dir={entry.parent} cannot be written: {error.strerror or error}") from None
+    return _read(entry)
+
+
+def _read(entry: Path) -> Store:
+    meta = json.loads((entry / "meta.json").read_text())
+    length, prefix, n_bytes, held_out = (
+        np.load(entry / f"{name}.npy", mmap_mode="r") for name in ("length", "prefix", "bytes", "held_out")
+    )
+    documents = Documents.of(length, prefix)
+    splits = [Split(documents.take(which), int(n_bytes[which].sum())) for which in (~held_out, held_out)]
+    tokens = TokenFile(entry / "tokens.bin", meta["dtype"])
+    return Store(
+        Tokenizer.load(entry / "tokenizer.json"), tokens, *splits, meta["limit"], meta["skipped"], meta["boms"]
+    )
+
+
+def _build(
+    entry: Path, config: DataConfig, tokenizer_config: TokenizerConfig, corpus: Corpus, console: Console
+) -> None:
+    console.print("tokenising the corpus (once; it is kept for the next run)")
+    building = entry.with_suffix(".building")
+    shutil.rmtree(building, ignore_errors=True)  # of a run that was killed
+    building.mkdir()
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+    try:
+        with bar:
+            survey = look_through(corpus, config.val_fraction, bar)
+            tokenizer = make_tokenizer(tokenizer_config, corpus, survey, bar)
+            _write(building, corpus, survey, tokenizer, bar)
+        building.rename(entry)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def look_through(corpus: Corpus, val_fraction: float, bar: Progress) -> Survey:
+    """Read everything once: is it all text, how much, and which documents does a hash hold out?
+
+    Raises:
+        ValueError: some of it cannot be read, or one of the splits would be empty.
+    """
+    task = bar.add_task("reading", total=None)
+    n_bytes, keys, given, blank = 0, [], {True: 0, False: 0}, 0
+    for number, document in enumerate(corpus.read()):
+        if document.blank:
+            blank += 1
+            continue
+        try:
+            document.text = _Counted(document.text)
+            if document.held_out is None:
+                keys.append(document.key())
+            else:
+                document.key()
+                given[document.held_out] += 1
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{corpus.what}: document {number} holds half a character, {error.object[error.start]!r}"
+            ) from None
+        n_bytes += document.text.n_bytes
+        bar.advance(task, document.text.n_bytes)
+    bar.remove_task(task)
+    limit = max(val_fraction, min(keys)) if len(keys) > 1 else val_fraction
+    held_out = given[True] + sum(key <= limit for key in keys)
+    count = len(keys) + given[True] + given[False]
+    for purpose, number in (("train on", count - held_out), ("validate on", held_out)):
+        if not number and not count:
+            raise ValueError(f"{corpus.what} holds no text: {blank} documents, all of them white space or empty")
+        if not number:
+            raise ValueError(f"no text to {purpose} in {corpus.what}: {count} documents, {blank} more are blank")
+    return Survey(n_bytes, limit)
+
+
+class _Counted:
+    """Pieces of text whose UTF-8 bytes are counted as they are read."""
+
+    def __init__(self, text):
+        self.text, self.n_bytes = text, 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.n_bytes = 0
+        for piece in self.text:
+            self.n_bytes += len(piece.encode())
+            yield piece
+
+
+def held_out(document: Document, limit: float) -> bool:
+    """Is the document kept for validation?"""
+    return document.key() <= limit if document.held_out is None else document.held_out
+
+
+def make_tokenizer(config: TokenizerConfig, corpus: Corpus, survey: Survey, bar: Progress) -> Tokenizer:
+    """The tokenizer that `config` names. Characters are those of the whole corpus, merges those of training."""
+    if isinstance(config, PretrainedConfig):
+        return Tokenizer.pretrained(config.name)
+    if config.kind == "byte":
+        return Tokenizer.bytes()
+    documents = (document for document in corpus.read() if not document.blank)
+    if not isinstance(config, BPEConfig):
+        return Tokenizer.train_characters(p for document in documents for p in (document.prefix, *document.text))
+    total = min(survey.n_bytes, config.sample_bytes)
+    task = bar.add_task("training the tokenizer", total=total)
+
+    def texts() -> Iterator[str]:
+        left = config.sample_bytes
+        for document in documents:
+            if held_out(document, survey.limit):
+                continue
+            for piece in cut((document.prefix, *document.text) if document.prefix else document.text):
+                yield piece
+                left -= len(piece.encode())
+                bar.update(task, completed=config.sample_bytes - left)
+                if left <= 0:
+                    return
+
+    tokenizer = Tokenizer.train_bpe(texts(), config.vocab_size)
+    bar.remove_task(task)
+    return tokenizer
+
+
+class Encoded(NamedTuple):
+    """Ids of a piece of text. document: the one that begins with it, None where one goes on."""
+
+    document: Document | None
+    is_prefix: bool
+    ids: np.ndarray
+
+
+def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    """The documents as ids: for each its prefix, empty or not, then its text in pieces. Many are encoded at once."""
+
+    def pieces() -> Iterator[tuple[Document | None, bool, str]]:
+        for document in documents:
+            yield document, True, document.prefix
+            for piece in cut(document.text):
+                yield None, False, piece
+
+    stream = pieces()
+    while batch := list(_until(stream, BATCH)):
+        ids = tokenizer.encode_batch([text for _, _, text in batch])
+        for (document, is_prefix, _), found in zip(batch, ids, strict=True):
+            yield Encoded(document, is_prefix, found)
+
+
+def _until(pieces: Iterator[tuple], size: int) -> Iterator[tuple]:
+    """Pieces of text with `size` characters together, or a little more."""
+    for piece in pieces:
+        yield piece
+        size -= len(piece[2]) + 1
+        if size <= 0:
+            return
+
+
+def _write(folder: Path, corpus: Corpus, survey: Survey, tokenizer: Tokenizer, bar: Progress) -> None:
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    boundary = np.array([tokenizer.boundary], dtype)
+    task = bar.add_task("tokenising", total=survey.n_bytes)
+    skipped = 0
+
+    def documents() -> Iterator[Document]:
+        nonlocal skipped
+        for document in corpus.read():
+            if document.blank:
+                skipped += 1
+            else:
+                document.text = _Counted(document.text)
+                yield document
+
+    columns = {
+        name: array(kind) for name, kind in (("length", "q"), ("prefix", "q"), ("bytes", "q"), ("held_out", "b"))
+    }
+    begun: list[Document] = []
+
+    def end_document() -> None:
+        if begun:
+            document = begun.pop()
+            columns["held_out"].append(held_out(document, survey.limit))
+            columns["bytes"].append(document.text.n_bytes)
+            bar.advance(task, document.text.n_bytes)
+
+    with open(folder / "tokens.bin", "wb") as file:
+        for document, is_prefix, ids in encode(documents(), tokenizer):
+            if document is not None:
+                end_document()
+                begun.append(document)
+                boundary.tofile(file)
+                columns["length"].append(0)
+                columns["prefix"].append(len(ids) if is_prefix else 0)
+            columns["length"][-1] += len(ids)
+            ids.astype(dtype).tofile(file)
+        end_document()
+        boundary.tofile(file)
+    for name, values in columns.items():
+        np.save(folder / f"{name}.npy", np.asarray(values, bool if name == "held_out" else np.int64))
+    meta = {"dtype": dtype.name, "limit": survey.limit, "skipped": skipped, "boms": corpus.boms}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    bar.remove_task(task)
