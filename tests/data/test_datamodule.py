@@ -1,0 +1,181 @@
+"""From a config to batches: what a run knows of its data, and what it refuses to go on with."""
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from minitransformer.data.config import BPEConfig, FilesConfig, HubConfig, TokenizerConfig
+from minitransformer.data.datamodule import TextData
+from minitransformer.data.documents import Document
+from minitransformer.data.streaming import StreamingSteps
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def data(workdir):
+    def make(tokenizer=None, row_length=32, **settings):
+        config = FilesConfig(files=["book.txt"], cache_dir="cache", **settings)
+        made = TextData(config, tokenizer or BPEConfig(vocab_size=300), row_length, seed=0)
+        made.prepare(QUIET)
+        return made
+
+    return make
+
+
+def test_too_little_text_names_both_numbers(data, workdir):
+    (workdir / "book.txt").write_text("too short\n" * 4)
+    with pytest.raises(ValueError, match=r"has 37 tokens.*max_seq_len=64 and a target need 65"):
+        data(TokenizerConfig("byte"), row_length=64)
+
+
+def test_resuming_on_other_data_is_refused_unless_allowed(data, workdir):
+    one = data()
+    state = one.state_dict()
+    one.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"rows=\d+, this run has \d+"):
+        data(row_length=16).load_state_dict(state)
+    with pytest.raises(ValueError, match="packing=best_fit, this run has pad"):
+        data(packing="pad").load_state_dict(state)
+    (workdir / "book.txt").write_text("Bob sees another text.\n" * 400)
+    with pytest.raises(ValueError, match=rf"fingerprint={one.fingerprint}, this run has \w+; data.allow_changed=true"):
+        data().load_state_dict(state)
+    data(allow_changed=True).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_loader_starts_at_the_step_of_the_trainer(data, workers):
+    made = data(batch_size=4, workers=workers)
+    made.trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=0)
+    whole = iter(made.train_dataloader())
+    batches = [next(whole) for _ in range(6)]
+    made.trainer.global_step = 4
+    resumed = iter(made.train_dataloader())
+    assert torch.equal(next(resumed).tokens, batches[4].tokens)
+    assert torch.equal(next(resumed).targets, batches[5].targets)
+
+
+def test_a_resumed_run_may_have_another_number_of_ranks(data):
+    made = data(batch_size=4)
+
+    def batches(ranks, start, n):
+        shares = []
+        for rank in range(ranks):
+            made.trainer = SimpleNamespace(global_rank=rank, world_size=ranks, global_step=start)
+            loader = iter(made.train_dataloader())
+            shares.append([next(loader) for _ in range(n)])
+        return [torch.cat([share[i].tokens for share in shares]) for i in range(n)]
+
+    whole = batches(1, 0, 5)
+    assert all(torch.equal(a, b) for a, b in zip(batches(2, 0, 2) + batches(4, 2, 3), whole, strict=True))
+
+
+def test_held_out_text_is_whole_characters(data):
+    made = data(TokenizerConfig("byte"))
+    text = "".join(d for d in made.held_out_text(1000))
+    for n in range(1, 60):
+        assert text.startswith(made.held_out_text(n))
+        assert n - 4 < len(made.held_out_text(n).encode()) <= n
+
+
+# Streaming ---------------------------------------------------------------------------------------------------------
+
+
+TEXTS = [f"document {i}: {'word ' * (i % 9)}李" for i in range(100)]
+
+
+@pytest.fixture
+def stream(workdir, monkeypatch):
+    """stream(**settings): a streaming TextData over two files of 50 documents."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(workdir / "hf"))
+    (workdir / "set").mkdir()
+    for part in range(2):
+        lines = [json.dumps({"text": text}) for text in TEXTS[50 * part : 50 * part + 50]]
+        (workdir / "set" / f"train-{part}.jsonl").write_text("\n".join(lines))
+
+    def make(tokenizer=None, **settings):
+        config = HubConfig(**dict(name="set", streaming=True, buffer=30, cache_dir="cache", batch_size=3) | settings)
+        made = TextData(config, tokenizer or TokenizerConfig("byte"), 24, seed=0)
+        made.prepare(QUIET)
+        return made
+
+    return make
+
+
+def steps_of(made, state=None, rank=0, ranks=1) -> StreamingSteps:
+    return StreamingSteps(made.config, made.tokenizer, made.limit, made.row_length, made.seed, state, rank, ranks)
+
+
+def taken(steps, n):
+    iterator = iter(steps)
+    return [next(iterator) for _ in range(n)]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "sequential", "pad"])
+def test_a_stream_gives_every_target_once_an_epoch(packing, stream):
+    made = stream(packing=packing)
+    batches = taken(steps_of(made), 200)
+    pairs = []  # of each token and its target, in the order of training
+    for batch in batches:
+        used = batch.positions >= 0
+        pairs += zip(batch.tokens[used].tolist(), batch.targets[used].tolist(), strict=True)
+    kept = [text for text in TEXTS if Document([text]).key() > made.limit]
+    assert 80 < len(kept) < 100
+    ids, boundary = map(made.tokenizer.encode, kept), made.tokenizer.boundary
+    expected = Counter(pair for d in ids for pair in zip([boundary, *d], [*d, boundary], strict=True))
+    for epoch in range(2):
+        assert Counter(pairs[epoch * expected.total() : (epoch + 1) * expected.total()]) == expected
+    assert batches[-1].state["epoch"] > 1
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "sequential"])
+def test_a_stream_goes_on_exactly_where_it_stopped(packing, stream):
+    made = stream(packing=packing)
+    whole = taken(steps_of(made), 120)
+    assert whole[-1].state["epoch"] > 0
+    for stop in (1, 2, 9, 17, 40, 80, 111):
+        state = json.loads(json.dumps(whole[stop - 1].state))  # plain values, as a checkpoint keeps them
+        for batch, expected in zip(taken(steps_of(made, state), 8), whole[stop:], strict=False):
+            assert torch.equal(batch.tokens, expected.tokens)
+            assert torch.equal(batch.targets, expected.targets)
+            assert batch.state | {"source": None} == expected.state | {"source": None}
+
+
+def test_ranks_share_a_stream(stream):
+    made = stream(batch_size=4)
+    whole, left, right = (taken(steps_of(made, rank=r, ranks=n), 9) for r, n in ((0, 1), (0, 2), (1, 2)))
+    for a, b, c in zip(whole, left, right, strict=True):
+        assert torch.equal(a.tokens, torch.cat((b.tokens, c.tokens)))
+        assert a.step_targets == b.step_targets == c.step_targets
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_is_loaded_and_remembered(workers, stream):
+    made = stream(workers=workers)
+    made.trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=0)
+    expected = taken(steps_of(made), 6)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(expected, made.train_dataloader(), strict=False))
+    made.stream_state = expected[3].state
+    again = stream(workers=workers)
+    again.load_state_dict(made.state_dict())
+    again.trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=4)
+    assert torch.equal(next(iter(again.train_dataloader())).tokens, expected[4].tokens)
+
+
+def test_a_stream_without_text_and_settings_that_do_not_fit_are_named(stream, workdir):
+    made = stream()
+    with pytest.raises(ValueError, match="tokenizer=char needs all characters"):
+        stream(TokenizerConfig("char"))
+    made.limit = 1.0
+    with pytest.raises(ValueError, match=r"set \(train\) holds no text to train on"):
+        taken(steps_of(made), 1)
+    for settings, message in ((dict(packing="concat"), "data.packing=concat"), (dict(split="tail"), "data.split=tail"),
+                              (dict(workers=2), "data.workers=2")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            stream(**settings)
