@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from minitransformer import Tokenizer
 from minitransformer.checkpoint import checkpoints
 from minitransformer.cli import config_dir, options
 from tests.conftest import ROOT, SMALL
@@ -26,7 +27,7 @@ def refused(result, *words):
     ("model.n_layer=3", ["did you mean model.n_layers?"]),
     ("data.batchsize=3", ["did you mean data.batch_size?"]),
     ("optimizer=adamw optimizer.momentum=0.9", ["optimizer.momentum is not a setting"]),
-    ("data=text data.text_field=a", ["data.text_field is not a setting"]),
+    ("data.text_field=a", ["data.text_field is not a setting"]),
     ("+foo=1", ["foo is not a setting"]),
     ("+trainer.foo=1", ["trainer.foo is not a setting"]),
     ("model=huge", ["model=huge", "gpt2, ", "small, tiny"]),
@@ -64,6 +65,20 @@ def refused(result, *words):
     ("logger.mode=loud", ["logger.mode='loud'", "offline"]),
     ("schedule.warmup_steps=-1", ["schedule.warmup_steps=-1"]),
     ("seed=-1", ["seed=-1"]),
+    ("data=text data.files=[book.txt] data.text_field=a", ["data.text_field=a is for .jsonl, .csv, .parquet"]),
+    ("data=text data.files=[book.txt] data.documents=lines", ["data.documents=lines", "did you mean line?"]),
+    ("data=text data.files=[book.txt] data.packing=tight", ["data.packing='tight'", "best_fit"]),
+    ("data=text data.files=[book.txt] data.val_files=[gone.txt]", ["data.val_files: gone.txt does not exist"]),
+    ("data=text data.files=['*.rst']", ["data.files: *.rst matches no file"]),
+    ("data=text data.files=[nothing]", ["data.files: nothing holds no text"]),
+    ("data=text data.files=[broken.txt.gz]", ["broken.txt.gz cannot be read"]),
+    ("data=jsonl data.files=[qa.jsonl] data.text_field=body", ["data.text_field=body is not in", "question, text"]),
+    ("data=jsonl data.files=[qa.jsonl] data.prefix_field=q", ["data.prefix_field=q is not in", "question, text"]),
+    ("data=text data.files=[book.txt] data.cache_dir=book.txt", ["data.cache_dir=book.txt cannot be written"]),
+    ("data=hub data.name=nowhere", ["cannot load data.name=nowhere"]),
+    ("data=hub data.name=x data.streaming=true data.packing=concat", ["data.packing=concat", "data.streaming"]),
+    ("tokenizer=pretrained", ["tokenizer.name is empty"]),
+    ("tokenizer=pretrained tokenizer.name=gone.json", ["cannot load tokenizer.name=gone.json", "nor is there a file"]),
     ("data=text data.files=[gone.txt]", ["gone.txt does not exist"]),
     ("data=text data.files=[empty.txt]", ["empty.txt is empty"]),
     ("data=text data.files=[blank.txt]", ["blank.txt holds no text"]),
@@ -82,6 +97,9 @@ def test_mistakes_end_in_one_line_and_write_nothing(command, workdir, overrides,
     (workdir / "blank.txt").write_text("\n \t\n")
     (workdir / "latin.txt").write_bytes("Caf\xe9".encode("latin-1"))
     (workdir / "short.txt").write_text("A few words.")
+    (workdir / "nothing").mkdir()
+    (workdir / "broken.txt.gz").write_bytes(b"text")
+    (workdir / "qa.jsonl").write_text('{"question": "a", "text": "b"}\n' * 9)
     refused(command("train", *overrides.split(" ")), *words)
     assert not (workdir / "runs").exists()
     assert not (workdir / "outputs").exists()
@@ -149,6 +167,9 @@ def test_every_choice_trains(command, workdir, choice):
     if choice.startswith("debug"):
         small = [s for s in small if s.startswith(("model", "data"))]
     tokenizer = [] if choice.startswith("tokenizer") else ["tokenizer.vocab_size=300"]
+    if choice == "tokenizer=pretrained":
+        (workdir / "tokenizer.json").write_text(Tokenizer.bytes().to_json(), encoding="utf-8")
+        tokenizer = ["tokenizer.name=tokenizer.json"]
     if choice in ("tokenizer=bpe", "logger=wandb") or not choice.startswith(("tokenizer", "logger")):
         small.append("logger=none" if choice != "logger=wandb" else "logger.tags=[test]")
     result = command("train", "data=text", "data.files=[book.txt]", choice, *tokenizer, *small, "name=run")

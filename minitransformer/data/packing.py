@@ -188,7 +188,8 @@ def fill(stream: np.ndarray, rows: Rows, index: np.ndarray, row_length: int) -> 
     shape = (len(index), row_length)
     tokens, positions, targets = np.zeros(shape, np.int64), np.full(shape, -1), np.full(shape, IGNORE)
     tokens.reshape(-1)[target] = stream[source]
-    targets.reshape(-1)[target] = np.where(inside < np.repeat(rows.ignored[piece], length), IGNORE, stream[source + 1])
+    following = stream[source + 1].astype(np.int64)  # ids have no sign, IGNORE has
+    targets.reshape(-1)[target] = np.where(inside < np.repeat(rows.ignored[piece], length), IGNORE, following)
     positions.reshape(-1)[target] = target % row_length if rows.continuous else inside
     return tokens, positions, targets
 

@@ -11,13 +11,13 @@ from minitransformer.data.packing import IGNORE, Documents, cut, fill, pack
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=40)
 HOW = st.sampled_from(["best_fit", "sequential", "concat", "pad"])
-STREAM = np.array([0, 5, 6, 7, 0, 8, 9, 0])
+STREAM = np.array([0, 5, 6, 7, 0, 8, 9, 0], np.uint16)
 
 
 def make_stream(lengths):
     """Documents of distinct ids, each token named by (document, place) as one number; the boundary is 0."""
     documents = [[1000 * (d + 1) + i for i in range(n)] for d, n in enumerate(lengths)]
-    return documents, np.array([t for d in documents for t in [0, *d]] + [0])
+    return documents, np.array([t for d in documents for t in [0, *d]] + [0], np.uint16)
 
 
 def lay_out(stream, rows, row_length):

@@ -1,11 +1,14 @@
 """Text to ids and back without loss, also in pieces."""
 
+import json
+
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitransformer import Tokenizer
-from minitransformer.data.tokenizer import BOUNDARY
+from minitransformer.data.tokenizer import BOUNDARY, cut
 from tests.conftest import sentences
 
 BPE = Tokenizer.train_bpe([sentences(300)], 400)
@@ -21,7 +24,7 @@ def test_every_text_survives(tokenizer, text):
     assert tokenizer.decode(ids) == text
     assert tokenizer.boundary not in ids
     assert "".join(tokenizer.decode_stream(ids)) == text
-    assert [d.tolist() for d in tokenizer.encode_documents([text])] == [ids]
+    assert [d.tolist() for d in tokenizer.encode_batch([text, "", text])] == [ids, [], ids]
 
 
 @settings(max_examples=200, deadline=None)
@@ -30,6 +33,11 @@ def test_every_text_of_its_characters_survives(text):
     tokenizer = Tokenizer.train_characters([text])
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.vocab_size == len(set(text)) + 1
+    assert [d.tolist() for d in tokenizer.encode_batch([text, "", text])] == [
+        tokenizer.encode(text),
+        [],
+        tokenizer.encode(text),
+    ]
 
 
 @settings(max_examples=300, deadline=None)
@@ -78,3 +86,98 @@ def test_wrong_input_is_named():
         Tokenizer.train_bpe(["abc"], 256)
     with pytest.raises(ValueError, match="not a tokenizer"):
         Tokenizer.from_json("{}")
+    for encode in (Tokenizer.train_characters(["abc"]).encode_batch, Tokenizer.train_characters(["ac"]).encode_batch):
+        with pytest.raises(ValueError, match="does not know"):
+            encode(["ab", "ä"])
+
+
+# What the families that people take from the hub cut text with: GPT-2, and Llama 3 and its successors.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def other(pattern: str, boundary: str = BOUNDARY, **changes) -> Tokenizer:
+    """A tokenizer with another pattern, as a tokenizer.json would bring it."""
+    pre = tokenizers.pre_tokenizers
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = pre.Split(tokenizers.Regex(pattern), "isolated")
+    backend.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    alphabet = pre.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[boundary, "<|user|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([sentences(300)], trainer)
+    for name, value in changes.items():
+        setattr(backend, name, value)
+    return backend
+
+
+WORDS = st.lists(
+    st.sampled_from(["It's", "naïve", "李", " ", "  ", "\n", "\r\n", "\t", "42", "...", '"', "_", "🦉", "a"]),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(WORDS, st.integers(20, 40), st.integers(1, 7))
+@pytest.mark.parametrize("pattern", [GPT2, LLAMA3], ids=["gpt2", "llama3"])
+def test_pieces_encode_to_the_ids_of_the_whole(pattern, words, size, step):
+    text = " a".join(words)  # there is a place to cut within any twenty characters
+    tokenizer = TOKENIZERS[pattern]
+    pieces = list(cut([text[i : i + step] for i in range(0, len(text), step)], size))
+    assert "".join(pieces) == text
+    assert all(len(piece) <= 2 * size for piece in pieces)
+    assert [i for piece in pieces for i in tokenizer.encode(piece)] == tokenizer.encode(text)
+
+
+TOKENIZERS = {pattern: Tokenizer(other(pattern)) for pattern in (GPT2, LLAMA3)}
+
+
+def test_text_without_a_place_to_cut_is_cut_all_the_same():
+    pieces = list(cut(["李" * 100], 10))
+    assert "".join(pieces) == "李" * 100
+    assert max(map(len, pieces)) <= 20
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXT)
+@pytest.mark.parametrize("boundary", ["<|end_of_text|>", "</s>"])
+def test_pretrained_tokenizers_lose_nothing(boundary, text, tmp_path_factory):
+    """Even one that came with a normalizer, padding and truncation; text that spells its special tokens stays text."""
+    folder = tmp_path_factory.getbasetemp() / f"pretrained-{len(boundary)}"
+    if not folder.exists():
+        folder.mkdir()
+        backend = other(LLAMA3, boundary, normalizer=tokenizers.normalizers.NFKC())
+        backend.enable_truncation(3)
+        backend.enable_padding(length=50)
+        backend.add_tokens(["plain added"])
+        backend.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.pretrained(str(folder))
+    for given_text in (text, text + boundary + "<|user|> plain added"):
+        ids = tokenizer.encode(given_text)
+        assert tokenizer.decode(ids) == given_text
+        assert tokenizer.boundary not in ids
+    assert tokenizer.token_bytes[tokenizer.boundary] == b""
+    assert Tokenizer.from_json(tokenizer.to_json()).fingerprint == tokenizer.fingerprint
+
+
+def test_pretrained_tokenizers_that_lose_text_are_refused(tmp_path):
+    def refused(backend, message):
+        backend.save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(ValueError, match=rf"cannot use tokenizer\.name=.*{message}"):
+            Tokenizer.pretrained(str(tmp_path))
+
+    refused(other(GPT2, "[END]"), r"has none of <\|endoftext\|>, .*</s>")
+    refused(other(GPT2, pre_tokenizer=tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)), "it changes text")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({"[UNK]": 0, "</s>": 1, "##ing": 2, "▁the": 3}, unk_token="[UNK]")
+    )
+    refused(words, "does not stand for bytes")
+    for wrong, data in ((tmp_path / "none.json", None), (tmp_path / "bad.json", "{}")):
+        if data:
+            wrong.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=r"cannot load tokenizer\.name="):
+            Tokenizer.pretrained(str(wrong))

@@ -1,12 +1,16 @@
 """The chunked loss is the plain one."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from minitransformer.data.packing import IGNORE
+from minitransformer.data.packing import IGNORE, Documents, fill, pack
+from minitransformer.data.rows import make_batch
+from minitransformer.model.config import BIASED_POSITIONS, POSITIONS
 from minitransformer.training import loss
 from minitransformer.training.loss import head_cross_entropy
+from tests.model.models import make
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0])
@@ -61,3 +65,29 @@ def test_all_places_ignored_is_zero():
     value.backward()
     assert value == 0
     assert x.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("kind", ["softmax", "elu", "performer"])
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("packing", ["best_fit", "sequential"])
+def test_a_packed_batch_has_the_loss_of_its_documents_alone(position, kind, packing):
+    """The sum over all rows is the sum over documents read one by one, so their mean is the token-weighted one."""
+    if kind != "softmax" and position in BIASED_POSITIONS:
+        with pytest.raises(ValueError, match=f"kind={kind} has no scores for model.position={position}"):
+            make(position, kind=kind)
+        return
+    model = make(position, kind=kind).double()
+    documents = [[*range(1 + 3 * d, 1 + 3 * d + n)] for d, n in enumerate([5, 11, 0, 3, 14, 1, 8])]
+    stream = np.array([t for d in documents for t in [0, *d]] + [0])
+    rows = pack(Documents.of([len(d) for d in documents]), 16, packing)
+    batch = make_batch(fill(stream, rows, np.arange(len(rows)), 16))
+
+    def mean_loss(tokens, positions, targets):
+        x, _ = model.features(tokens, positions)
+        return head_cross_entropy(x.flatten(0, 1), model.head.weight, targets.flatten()).item()
+
+    packed = mean_loss(*batch[:3]) / batch.step_targets
+    alone = sum(
+        mean_loss(torch.tensor([[0, *d]]), torch.arange(len(d) + 1)[None], torch.tensor([[*d, 0]])) for d in documents
+    )
+    assert packed == pytest.approx(alone / batch.step_targets, abs=1e-6)

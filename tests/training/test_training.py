@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from minitransformer.checkpoint import checkpoints, read_checkpoint
-from tests.conftest import SMALL
+from tests.conftest import SMALL, sentences
 
 TEXT = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300", "logger=csv"]
 
@@ -38,7 +38,8 @@ def metrics(run) -> dict[str, list[tuple[int, float]]]:
 def train(command, workdir):
     def run(name, *overrides):
         small = [s for s in SMALL if s != "logger=none"]
-        result = command("train", *TEXT, *small, f"name={name}", *overrides)
+        text = [s for s in TEXT if "data=hub" not in overrides or not s.startswith("data")]
+        result = command("train", *text, *small, f"name={name}", *overrides)
         assert result.code == 0, result.err
         return workdir / "runs" / name
 
@@ -65,10 +66,19 @@ def test_micro_batches_checkpointing_and_kernels_do_not_change_the_result(train,
         assert metrics(other)[name] == [(step, pytest.approx(value, rel=1e-3)) for step, value in values], name
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_resumed_run_is_bit_identical(train, workdir, optimizer):
+STREAM = ["data=hub", "data.name=set", "data.streaming=true", "data.buffer=20"]
+
+
+@pytest.mark.parametrize("settings", [
+    ["optimizer=adamw"], ["optimizer=muon", "data.workers=2"], ["data.packing=concat", "data.batch_size=200"],
+    ["data.packing=sequential", "data.documents=line"], STREAM, [*STREAM, "data.workers=1"],
+], ids=" ".join)  # fmt: skip
+def test_a_resumed_run_is_bit_identical(train, workdir, settings):
     """Dropout, order of rows, optimizer state, logged losses; stopped in the middle and at a validation step."""
-    settings = [f"optimizer={optimizer}", "model.dropout=0.1", "trainer.max_steps=8", "callbacks.keep_checkpoints=9"]
+    (workdir / "set").mkdir()
+    lines = [json.dumps({"text": sentences(3, seed=i)}) for i in range(60)]
+    (workdir / "set" / "train.jsonl").write_text("\n".join(lines))
+    settings = [*settings, "model.dropout=0.1", "trainer.max_steps=8", "callbacks.keep_checkpoints=9"]
     whole = train("whole", *settings)
     for step in (2, 4, 6):
         stopped = train(f"stopped{step}", *settings)
@@ -240,19 +250,30 @@ def test_validation_loss_is_that_of_the_documents(train, workdir):
     import math
 
     from minitransformer import load
-    from minitransformer.data.config import TextConfig
-    from minitransformer.data.documents import load_corpus
 
     run = train("mine", "model.max_seq_len=64")
     model, tokenizer = load(run)
-    corpus = load_corpus(TextConfig(files=["book.txt"]))
-    ids = tokenizer.encode(corpus.validation[0])
+    text = (workdir / "book.txt").read_text(encoding="utf-8")
+    tail = text[int(len(text) * 0.9) :]
+    ids = tokenizer.encode(tail)
     stream = [tokenizer.boundary, *ids, tokenizer.boundary]
     nats = 0.0
     for start in range(0, len(stream) - 1, 64):
         piece = torch.tensor(stream[start : start + 65])
         log_p = model(piece[None, :-1]).log_softmax(-1)[0]
         nats -= log_p.gather(-1, piece[1:, None]).sum().item()
-    expected = nats / math.log(2) / len(corpus.validation[0].encode())
+    expected = nats / math.log(2) / len(tail.encode())
     assert metrics(run)["val/bits_per_byte"][-1][1] == pytest.approx(expected, rel=1e-4)
     assert metrics(run)["val/loss"][-1][1] == pytest.approx(nats / (len(stream) - 1), rel=1e-4)
+
+
+def test_no_loss_is_taken_on_prefixes(command, workdir):
+    """Questions are noise and answers are all the same: the loss falls to nothing only if questions do not count."""
+    rows = [{"question": f"{hash((i, 'q'))} {hash((i, 'r'))}", "text": " yes"} for i in range(200)]
+    (workdir / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    result = command(
+        "train", "data=jsonl", "data.files=[qa.jsonl]", "data.prefix_field=question", "tokenizer=byte", "name=qa",
+        *SMALL, "model.max_seq_len=64", "trainer.max_steps=60", "callbacks.sample_every=0",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert float(re.findall(r"validation loss ([\d.]+)", result.out)[-1]) < 0.2
