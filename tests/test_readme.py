@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from minitransformer import Tokenizer
 from tests.conftest import ROOT, SMALL, sentences
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -19,8 +20,12 @@ RUN = [c for c in COMMANDS if c.startswith("python ")]
 @pytest.fixture
 def files(workdir):
     """What README's commands take for granted."""
-    for name in ("a.txt", "b.txt", "shakespeare.txt"):
+    (workdir / "notes").mkdir()
+    for name in ("a.txt", "b.txt", "shakespeare.txt", "names.txt", "notes/c.txt", "d.md", "e.md"):
         (workdir / name).write_text(sentences(200, seed=len(name) + ord(name[0])), encoding="utf-8")
+    (workdir / "tokenizer.json").write_text(Tokenizer.bytes().to_json(), encoding="utf-8")
+    pairs = [{"question": f"What is {i}?", "text": sentences(3, seed=i)} for i in range(60)]
+    (workdir / "qa.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     lines = [json.dumps({"content": sentences(5, seed=i)}) for i in range(60)]
     (workdir / "chats.jsonl").write_text("\n".join(lines))
     import pyarrow
