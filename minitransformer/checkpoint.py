@@ -4,6 +4,7 @@
       config.yaml          the resolved training config
       tokenizer.json       of the `tokenizers` library
       model.safetensors    the newest weights, with the model's config and tokenizer in the header
+      best.safetensors     those with the lowest validation loss
       checkpoints/         the whole training state, step-00000200.ckpt and so on
       samples.txt          text sampled while the model trained
 
@@ -29,6 +30,7 @@ from minitransformer.model.config import ModelConfig
 from minitransformer.model.transformer import Transformer
 
 MODEL_FILE = "model.safetensors"
+BEST_FILE = "best.safetensors"
 HEADER = "minitransformer"  # the key under which both kinds of file describe the model
 
 
@@ -75,14 +77,12 @@ def describe(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
     return {"model": json.dumps(asdict(config)), "tokenizer": tokenizer.to_json()}
 
 
-def save_model(path: Path, model: Transformer, tokenizer: Tokenizer) -> None:
-    """Write weights, model config and tokenizer as one safetensors file."""
-    state = model.state_dict()
-    if model.config.tie_embeddings:
-        del state["head.weight"]  # one tensor, one entry
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+def save_model(path: Path, config: ModelConfig, state: dict[str, torch.Tensor], tokenizer: Tokenizer) -> None:
+    """Write weights (a model's `state_dict`), model config and tokenizer as one safetensors file."""
+    tied = {"head.weight"} if config.tie_embeddings else set()  # one tensor, one entry
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name not in tied}
     with atomic_write(path) as file:
-        file.write(save(tensors, metadata=describe(model.config, tokenizer)))
+        file.write(save(tensors, metadata=describe(config, tokenizer)))
 
 
 # Reading ---------------------------------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ SCHEMAS = {
     "tokenizer_pretrained": data.PretrainedConfig,
     "optimizer_adamw": training.AdamWConfig,
     "optimizer_muon": training.MuonConfig,
+    "schedule_constant": training.ConstantConfig,
+    "schedule_linear": training.LinearConfig,
+    "schedule_inverse_sqrt": training.InverseSqrtConfig,
     "schedule_wsd": training.WSDConfig,
     "schedule_cosine": training.CosineConfig,
     "logger_none": training.LoggerConfig,
@@ -69,7 +72,7 @@ def train() -> None:
         try:
             return run(config, shlex.join([*_command(), *kept]), sweep_dir)
         except Interrupted as stopped:
-            sys.exit(128 + stopped.signum)
+            sys.exit(stopped.code)
 
     _main("train", job)
 

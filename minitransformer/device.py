@@ -19,7 +19,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """`auto` takes bf16-mixed on a GPU that computes in bf16, and 32 elsewhere. Returns Lightning's name for it."""
+    """`auto` takes bf16-mixed on a GPU that computes in bf16, and 32 elsewhere. Returns Lightning's name for it.
+
+    Raises:
+        ValueError: the device lacks it.
+    """
+    if name == "16-mixed" and device.type != "cuda":
+        raise ValueError(f"trainer.precision=16-mixed is for GPUs; on {device.type} use bf16-mixed or 32")
     if name == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return "bf16-mixed" if fast else "32-true"

@@ -118,9 +118,11 @@ class TextData(pl.LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader:
-        steps = ValidationSteps(self.tokens, self.validation_rows, self.row_length, self.config.batch_size)
-        numbers = range(self.trainer.global_rank, len(steps), self.trainer.world_size)
-        return DataLoader(steps, batch_size=None, sampler=numbers, generator=self._generator())
+        rank, ranks = self.trainer.global_rank, self.trainer.world_size
+        steps = ValidationSteps(
+            self.tokens, self.validation_rows, self.row_length, self.config.batch_size, rank, ranks
+        )  # fmt: skip
+        return DataLoader(steps, batch_size=None, sampler=range(len(steps)), generator=self._generator())
 
     def _generator(self) -> torch.Generator:
         """A loader draws a seed for its workers each time it starts; not from the generator that dropout uses."""

@@ -5,6 +5,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Document:
     def key(self) -> float:
         """A number in [0, 1) that depends on the text alone."""
         text = hashlib.blake2b(digest_size=7)
-        for piece in (self.prefix, *self.text):
+        for piece in chain((self.prefix,), self.text):
             text.update(piece.encode())
         return int.from_bytes(text.digest(), "big") / 2**56
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from minitransformer.data.packing import Documents, Rows, fill, pack
+from minitransformer.data.packing import IGNORE, Documents, Rows, fill, pack
 from minitransformer.data.store import TokenFile
 
 
@@ -98,10 +98,14 @@ class StepNumbers(Sampler):
 
 
 class ValidationSteps(Dataset):
-    """All validation rows in order, `batch_size` at a time."""
+    """All validation rows in order, `batch_size` at a time, of which this rank reads its share.
 
-    def __init__(self, tokens: TokenFile, rows: Rows, row_length: int, batch_size: int):
+    Every rank has as many steps, with as many rows: where rows do not divide, empty ones fill the last step up.
+    """
+
+    def __init__(self, tokens: TokenFile, rows: Rows, row_length: int, batch_size: int, rank: int = 0, ranks: int = 1):
         self.tokens, self.rows, self.row_length, self.batch_size = tokens, rows, row_length, batch_size
+        self.rank, self.ranks = rank, ranks
 
     def __len__(self) -> int:
         return -(-len(self.rows) // self.batch_size)
@@ -110,4 +114,7 @@ class ValidationSteps(Dataset):
         if step >= len(self):
             raise IndexError(step)
         numbers = np.arange(step * self.batch_size, min((step + 1) * self.batch_size, len(self.rows)))
-        return make_batch(fill(self.tokens.array, self.rows, numbers, self.row_length))
+        arrays = fill(self.tokens.array, self.rows, numbers, self.row_length)
+        padding = ((0, -len(numbers) % self.ranks), (0, 0))
+        arrays = (np.pad(x, padding, constant_values=v) for x, v in zip(arrays, (0, -1, IGNORE), strict=True))
+        return make_batch(tuple(arrays), self.rank, self.ranks)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -204,7 +205,7 @@ def make_tokenizer(config: TokenizerConfig, corpus: Corpus, survey: Survey, bar:
         return Tokenizer.bytes()
     documents = (document for document in corpus.read() if not document.blank)
     if not isinstance(config, BPEConfig):
-        return Tokenizer.train_characters(p for document in documents for p in (document.prefix, *document.text))
+        return Tokenizer.train_characters(p for document in documents for p in chain((document.prefix,), document.text))
     total = min(survey.n_bytes, config.sample_bytes)
     task = bar.add_task("training the tokenizer", total=total)
 
@@ -213,7 +214,7 @@ def make_tokenizer(config: TokenizerConfig, corpus: Corpus, survey: Survey, bar:
         for document in documents:
             if held_out(document, survey.limit):
                 continue
-            for piece in cut((document.prefix, *document.text) if document.prefix else document.text):
+            for piece in chain((document.prefix,), cut(document.text)):
                 yield piece
                 left -= len(piece.encode())
                 bar.update(task, completed=config.sample_bytes - left)

@@ -1,7 +1,12 @@
 """Norms, the feed-forward, and the block that joins them to attention."""
 
+from contextlib import nullcontext
+from functools import partial
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from minitransformer.model.attention import MultiHeadAttention
 from minitransformer.model.config import ModelConfig
@@ -49,11 +54,24 @@ class FeedForward(nn.Module):
         return self.output(ACTIVATION[self.kind](x))
 
 
+# What `selective` checkpointing keeps: the results of matrix products; the rest is cheap to do again.
+aten = torch.ops.aten
+KEPT = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default]
+KEPT += [getattr(aten, name).default for name in (
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)]  # fmt: skip
+KEEP_PRODUCTS = partial(create_selective_checkpoint_contexts, KEPT)
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each added to the stream x.
 
     pre: x + f(norm(x)). post: norm(x + f(x)). sandwich: x + norm(f(norm(x))).
     parallel: x + attention(norm(x)) + feed_forward(norm(x)).
+
+    recompute: what the backward pass works out again instead of keeping it (Chen et al. 2016): none, full (all), or
+        selective (all but matrix products, Korthikanti et al. 2022). It changes memory and time, never the result.
     """
 
     def __init__(self, config: ModelConfig):
@@ -67,9 +85,16 @@ class Block(nn.Module):
         self.attention_out_norm = make_norm(config) if sandwich else nn.Identity()
         self.feed_forward_out_norm = make_norm(config) if sandwich else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
+        self.recompute = "none"
 
     def forward(self, x: Tensor, visibility: Visibility, **attention) -> tuple[Tensor, Tensor | None]:
         """(B, T, d_model) -> (B, T, d_model), and the attention weights if asked for."""
+        if self.recompute == "none" or not self.training:
+            return self._forward(x, visibility, **attention)
+        contexts = {"full": lambda: (nullcontext(), nullcontext()), "selective": KEEP_PRODUCTS}[self.recompute]
+        return checkpoint(self._forward, x, visibility, use_reentrant=False, context_fn=contexts, **attention)
+
+    def _forward(self, x: Tensor, visibility: Visibility, **attention) -> tuple[Tensor, Tensor | None]:
         if self.placement == "post":
             mixed, weights = self.attention(x, visibility, **attention)
             x = self.attention_norm(x + self.dropout(mixed))

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from minitransformer.model.cache import KVCache
 from minitransformer.model.config import AttentionConfig, ModelConfig
@@ -28,18 +27,14 @@ def make_mask(name: str, config: AttentionConfig) -> Mask:
 
 
 class Transformer(nn.Module):
-    """A causal language model (Radford et al. 2018).
-
-    gradient_checkpointing: recompute each block in the backward pass instead of keeping its
-        activations (Chen et al. 2016). Changes memory and time, never the result.
-    """
+    """A causal language model (Radford et al. 2018)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("model.vocab_size is not set; give the number of token ids")
         self.config = config
-        self.gradient_checkpointing = self.compiled = False
+        self.compiled = False
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position = ENCODINGS[config.position](config)
         self.dropout = nn.Dropout(config.dropout)
@@ -100,12 +95,14 @@ class Transformer(nn.Module):
         all_weights = []
         with torch.compiler.set_stance("force_eager") if self.compiled and cache else nullcontext():
             for layer, (block, visibility) in enumerate(zip(self.blocks, views, strict=True)):
-                if self.gradient_checkpointing and self.training:
-                    x, weights = checkpoint(block, x, visibility, layer=layer, use_reentrant=False, **attention)
-                else:
-                    x, weights = block(x, visibility, layer=layer, **attention)
+                x, weights = block(x, visibility, layer=layer, **attention)
                 all_weights.append(weights)
         return self.norm(x), all_weights if return_attention else []
+
+    def checkpoint_gradients(self, how: str, every: int = 1) -> None:
+        """Let every `every`-th block recompute what `how` says, see `Block`."""
+        for number, block in enumerate(self.blocks):
+            block.recompute = how if number % every == 0 else "none"
 
     def compile_blocks(self, **options) -> None:
         """Compile every block in place (`torch.compile`, with its options); parameters keep their names.

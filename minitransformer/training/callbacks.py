@@ -1,31 +1,42 @@
-"""What happens beside the optimizer steps: checkpoints and stopping, samples, progress."""
+"""What happens beside the optimizer steps: the run directory, checkpoints and stopping, samples, progress."""
 
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from minitransformer.checkpoint import MODEL_FILE, atomic_write, checkpoint_path, checkpoints, save_model
+from minitransformer.checkpoint import BEST_FILE, MODEL_FILE, atomic_write, checkpoint_path, checkpoints, save_model
 from minitransformer.data.datamodule import TextData
 from minitransformer.generation.generate import fitting, stream
 from minitransformer.model.transformer import Transformer
-from minitransformer.training.config import CallbacksConfig
+from minitransformer.training.config import TrainConfig
 from minitransformer.training.module import LanguageModel
 
 HELD_OUT_TOKENS = 24  # of validation text, as the prompt of samples
 
 
 class Interrupted(Exception):
-    """Training was stopped by a signal, after its state was saved."""
+    """Training was stopped from outside, by a signal or the clock, after its state was saved.
 
-    def __init__(self, signum: int, step: int):
-        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
-        self.signum, self.step = signum, step
+    code: what the process exits with.
+    """
+
+    def __init__(self, why: str, step: int, code: int):
+        super().__init__(f"stopped by {why} after step {step}")
+        self.step, self.code = step, code
+
+
+class DivergedError(ValueError):
+    """Too many steps in a row had a loss or gradient that was not finite."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -36,18 +47,58 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
 
-class Checkpointer(pl.Callback):
-    """Save the whole state and the model every few steps, at the end, and on SIGINT or SIGTERM.
+class RunDirectory(pl.Callback):
+    """Before anything else happens, one rank makes the run directory and its logger, and tells the others where it is.
 
-    It saves when the next step is about to begin: all that belongs to the step before, validation included, is then
-    done, and Lightning's counters agree with the optimizer's.
+    make: gives the directory. begin: (run) -> the logger, once the directory is there.
     """
 
-    def __init__(self, run: Path, config: CallbacksConfig, console: Console):
-        self.run, self.every, self.keep, self.console = run, config.checkpoint_every, config.keep_checkpoints, console
-        self.saved_step = -1
+    def __init__(self, make: Callable[[], Path], begin: Callable[[Path], Logger | None]):
+        self.make, self.begin = make, begin
+        self.path: Path | None = None
+
+    def setup(self, trainer: pl.Trainer, module: LanguageModel, stage: str) -> None:
+        if self.path is not None:
+            return
+        path = self.make() if trainer.is_global_zero else None
+        self.path = trainer.strategy.broadcast(path)
+        logger = self.begin(self.path) if trainer.is_global_zero else None
+        trainer.loggers = [] if logger is None else [logger]
+
+
+class MovingAverage(EMAWeightAveraging):
+    """Lightning's moving average of the weights. It is validated and saved as the model; training keeps its own."""
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        """Lightning takes the average away again here, before the Checkpointer could keep it."""
+
+    def on_validation_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        super().on_validation_epoch_end(trainer, module)
+
+    def on_train_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        """Lightning puts the average in place of the weights here, and the run could not be extended."""
+
+
+class Checkpointer(pl.Callback):
+    """Save the whole state and the model every few steps, at the end, and when the run has to stop.
+
+    It saves when the next step is about to begin: all that belongs to the step before, validation included, is then
+    done, and Lightning's counters agree with the optimizer's. The weights with the lowest validation loss are kept
+    apart. It stops at SIGINT and SIGTERM, when time is up, and when too many steps in a row were not finite.
+    """
+
+    def __init__(self, directory: RunDirectory, config: TrainConfig, console: Console):
+        self.directory, self.console, self.config = directory, console, config.callbacks
+        self.deadline, self.max_skipped = time.monotonic() + config.trainer.seconds, config.trainer.max_skipped
+        self.saved_step, self.best = -1, float("inf")
         self.signum: int | None = None
+        self.saved: dict = {}  # what is being written
         self._before: dict[int, object] = {}
+
+    @property
+    def run(self) -> Path:
+        assert self.directory.path is not None
+        return self.directory.path
 
     def _stop(self, signum: int, frame) -> None:
         self.signum = signum
@@ -67,21 +118,42 @@ class Checkpointer(pl.Callback):
         self._restore_handlers()
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: LanguageModel, batch, batch_idx: int) -> None:
-        due = self.every and trainer.global_step % self.every == 0
-        if due or self.signum is not None:
+        due = self.config.checkpoint_every and trainer.global_step % self.config.checkpoint_every == 0
+        diverged = module.skipped_in_row >= self.max_skipped  # on all ranks at once: they share one gradient
+        # Signals and clocks differ from rank to rank; all stop when one does.
+        stop = self.signum is not None or time.monotonic() > self.deadline
+        if trainer.world_size > 1:
+            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
+        if due or stop or diverged:
             self.save(trainer, module)
-        if self.signum is not None:
-            raise Interrupted(self.signum, trainer.global_step)
+        if diverged:
+            self._diverged(module, trainer.global_step)
+        if stop and self.signum is None and time.monotonic() > self.deadline:
+            raise Interrupted("trainer.max_time", trainer.global_step, 0)
+        if stop:
+            number = self.signum or signal.SIGTERM
+            raise Interrupted(signal.Signals(number).name, trainer.global_step, 128 + number)
 
     def on_train_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.save(trainer, module)
         self._restore_handlers()
+        if module.skipped_in_row >= self.max_skipped:
+            self._diverged(module, trainer.global_step)
+
+    def _diverged(self, module: LanguageModel, step: int) -> None:
+        good = [p for p in checkpoints(self.run) if p <= checkpoint_path(self.run, step - module.skipped_in_row)]
+        before = f"; the last checkpoint before that is {good[-1]}" if good else ""
+        raise DivergedError(
+            f"loss or gradient was not finite in the last {module.skipped_in_row} steps (trainer.max_skipped); "
+            f"the state after step {step} is in {checkpoint_path(self.run, step)}{before}; try a lower optimizer.lr"
+        )
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: LanguageModel, checkpoint: dict) -> None:
         """Lightning has counted the coming batch as ready; validation after a resume would come a step late."""
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):
             counts["ready"] = counts["started"] = counts["processed"] = counts["completed"]
+        self.saved = checkpoint
 
     def save(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         step = trainer.global_step
@@ -90,24 +162,43 @@ class Checkpointer(pl.Callback):
         with module.paused():
             trainer.save_checkpoint(checkpoint_path(self.run, step))
             if trainer.is_global_zero:
-                save_model(self.run / MODEL_FILE, module.model, module.tokenizer)
-                for old in checkpoints(self.run)[: -self.keep]:
+                # A moving average has put itself in the place of the weights.
+                weights = {name.removeprefix("model."): w for name, w in self.saved["state_dict"].items()}
+                save_model(self.run / MODEL_FILE, module.model.config, weights, module.tokenizer)
+                for old in checkpoints(self.run)[: -self.config.keep_checkpoints]:
                     old.unlink()
-        self.saved_step = step
+        self.saved, self.saved_step = {}, step
+
+    # Comes before the moving average gives its place in the model back.
+    def on_validation_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        loss = module.metrics["val/loss"]
+        if loss < self.best:
+            self.best = loss
+            if module.settings.strategy != "fsdp" and trainer.is_global_zero:
+                model = module.model
+                save_model(self.run / BEST_FILE, model.config, model.state_dict(), module.tokenizer)
+
+    def state_dict(self) -> dict:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.best = state["best"]
 
 
 class Sampler(pl.Callback):
     """Show and keep text from the model as it improves, after a prompt of one's own or the start of held-out text."""
 
-    def __init__(self, config: CallbacksConfig, console: Console, model: Transformer, data: TextData):
-        self.config, self.console = config, console
+    def __init__(
+        self, directory: RunDirectory, config: TrainConfig, console: Console, model: Transformer, data: TextData
+    ):
+        self.directory, self.config, self.console = directory, config.callbacks, console
         held_out = data.held_out_text(min(HELD_OUT_TOKENS, data.row_length // 4))
-        self.prompt = held_out if config.sample_prompt is None else config.sample_prompt
+        self.prompt = held_out if self.config.sample_prompt is None else self.config.sample_prompt
         try:
             room = fitting(model, len(data.tokenizer.encode(self.prompt)) + 1, None)
         except ValueError as error:
             raise ValueError(f"callbacks.sample_prompt: {error}") from None
-        self.n_new = min(config.sample_tokens, room)
+        self.n_new = min(self.config.sample_tokens, room)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, outputs, batch, batch_idx: int) -> None:
         step = trainer.global_step
@@ -115,7 +206,8 @@ class Sampler(pl.Callback):
             return
         if trainer.is_global_zero:
             with module.paused():
-                self.show(module, step, Path(trainer.default_root_dir) / "samples.txt")
+                assert self.directory.path is not None
+                self.show(module, step, self.directory.path / "samples.txt")
 
     def show(self, module: LanguageModel, step: int, path: Path) -> None:
         config, model = self.config, module.model

@@ -1,6 +1,7 @@
 """Settings of training: optimizer, schedule, trainer, logging, callbacks; and the whole config of train.py."""
 
 import math
+import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -16,16 +17,38 @@ def positive(name: str, value: float) -> None:
 
 
 @dataclass
+class GroupConfig:
+    """Other settings for the parameters whose names match `pattern`, in which * stands for anything.
+
+    lr, weight_decay: theirs (None: as they were).
+    """
+
+    pattern: str = ""
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.pattern:
+            raise ValueError("optimizer.groups: a group has no pattern, such as blocks.*.norm.weight")
+        if self.lr is not None:
+            positive(f"optimizer.groups: lr of {self.pattern}", self.lr)
+        if self.weight_decay is not None:
+            at_least(f"optimizer.groups: weight_decay of {self.pattern}", self.weight_decay, 0)
+
+
+@dataclass
 class AdamWConfig:
     """AdamW for every parameter (Loshchilov and Hutter 2019).
 
     lr: peak learning rate. betas, eps: of the moments. weight_decay: on matrices only, decoupled.
+    groups: exceptions by name; the first that matches a parameter holds.
     """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    groups: list[GroupConfig] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         positive("optimizer.lr", self.lr)
@@ -62,19 +85,43 @@ class MuonConfig(AdamWConfig):
 
 @dataclass
 class ScheduleConfig:
-    """warmup_steps: steps to rise to the peak rate. min_ratio: the last rate over the peak."""
+    """warmup_steps: steps to rise to the peak rate."""
 
     warmup_steps: int = 10
-    min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         at_least("schedule.warmup_steps", self.warmup_steps, 0)
+
+
+@dataclass
+class ConstantConfig(ScheduleConfig):
+    """Warm-up, then the peak rate to the end."""
+
+
+@dataclass
+class DecayConfig(ScheduleConfig):
+    """min_ratio: the last rate over the peak."""
+
+    min_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.min_ratio <= 1:
             raise ValueError(f"schedule.min_ratio={self.min_ratio} is out of range; it must lie in [0, 1]")
 
 
 @dataclass
-class WSDConfig(ScheduleConfig):
+class LinearConfig(DecayConfig):
+    """Warm-up, then down in a straight line to the end."""
+
+
+@dataclass
+class InverseSqrtConfig(DecayConfig):
+    """Warm-up, then 1 / sqrt(step), which knows no end (Vaswani et al. 2017, 5.3). min_ratio: never below it."""
+
+
+@dataclass
+class WSDConfig(DecayConfig):
     """Warm-up, stable, linear decay (Hu et al. 2024, MiniCPM). decay_fraction: the part of all steps that decays."""
 
     decay_fraction: float = 0.5
@@ -86,37 +133,82 @@ class WSDConfig(ScheduleConfig):
 
 
 @dataclass
-class CosineConfig(ScheduleConfig):
+class CosineConfig(DecayConfig):
     """Warm-up, then half a cosine to the end (Loshchilov and Hutter 2017)."""
 
 
 @dataclass
 class TrainerConfig:
-    """max_steps: optimizer steps. accumulate: micro-batches that a step's rows are cut into, which changes memory
-    and not the result. precision: auto (bf16-mixed on a GPU that has it, else 32) | 32 | bf16-mixed | bf16-true.
-    device: auto | cpu | cuda | mps. gradient_clip: largest norm of the gradient, 0 for none.
-    gradient_checkpointing: recompute blocks in the backward pass. val_every, log_every: in steps (validation also
-    runs at the end). threads: CPU threads for torch (None: torch decides).
+    """How optimizer steps are made, and where.
+
+    max_steps: optimizer steps. max_time: save and stop after this time, as HH:MM:SS or DD:HH:MM:SS (None: never).
+    accumulate: micro-batches that a step's rows are cut into, which changes memory and not the result.
+    precision: auto (bf16-mixed on a GPU that has it, else 32) | 32 | bf16-mixed | 16-mixed (on a GPU) | bf16-true.
+    device: auto | cpu | cuda | mps.
+    devices, nodes: processes on each machine, one for each GPU, and machines.
+    strategy: auto (ddp where there are several processes) | ddp (Li et al. 2020) | fsdp (Zhao et al. 2023).
+    compile: torch.compile for every block: a slower start, faster steps on a GPU.
+    gradient_clip: largest norm of the gradient, 0 for none.
+    gradient_checkpointing: what the backward pass works out again to save memory: none | full | selective (all but
+        matrix products), in every `checkpoint_blocks`-th block.
+    z_loss: weight of the squared log of the softmax's normaliser (Chowdhery et al. 2022); 0 for none.
+    label_smoothing: of the training loss (Szegedy et al. 2016). Logged losses are without both.
+    max_skipped: a step whose loss or gradient is not finite changes nothing; after this many in a row the run stops.
+    val_every, log_every: in steps (validation also runs at the end).
+    threads: CPU threads for torch (None: torch decides).
     """
 
     max_steps: int = 1000
+    max_time: str | None = None
     accumulate: int = 1
     precision: str = "auto"
     device: str = "auto"
+    devices: int = 1
+    nodes: int = 1
+    strategy: str = "auto"
+    compile: bool = False
     gradient_clip: float = 1.0
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: str = "none"
+    checkpoint_blocks: int = 1
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    max_skipped: int = 10
     val_every: int = 250
     log_every: int = 10
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "accumulate", "val_every", "log_every"):
+        whole = ("max_steps", "accumulate", "devices", "nodes", "checkpoint_blocks", "max_skipped")
+        for name in (*whole, "val_every", "log_every"):
             at_least(f"trainer.{name}", getattr(self, name), 1)
         if self.threads is not None:
             at_least("trainer.threads", self.threads, 1)
         at_least("trainer.gradient_clip", self.gradient_clip, 0)
-        choose("trainer.precision", self.precision, ("auto", "32", "bf16-mixed", "bf16-true"))
+        at_least("trainer.z_loss", self.z_loss, 0)
+        fraction("trainer.label_smoothing", self.label_smoothing)
+        choose("trainer.precision", self.precision, ("auto", "32", "bf16-mixed", "16-mixed", "bf16-true"))
         choose("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
+        choose("trainer.strategy", self.strategy, ("auto", "ddp", "fsdp"))
+        choose("trainer.gradient_checkpointing", self.gradient_checkpointing, ("none", "full", "selective"))
+        if self.gradient_checkpointing == "none" and self.checkpoint_blocks != 1:
+            raise ValueError("trainer.checkpoint_blocks needs trainer.gradient_checkpointing: full or selective")
+        _ = self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """`max_time` in seconds; without end if it is not set."""
+        if self.max_time is None:
+            return math.inf
+        match = re.fullmatch(r"(?:(\d+):)?(\d+):([0-5]?\d):([0-5]?\d)", self.max_time)
+        if match is None:
+            raise ValueError(f"trainer.max_time={self.max_time} is not a time; write HH:MM:SS or DD:HH:MM:SS")
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return self.devices * self.nodes
 
 
 @dataclass
@@ -150,6 +242,8 @@ class CallbacksConfig:
     sample_every, sample_tokens, sample_temperature: text shown as the model improves.
     sample_prompt: what it continues (None: the first words of the held-out text; empty: starts a document).
     progress: the progress bar (in a terminal) or progress lines (elsewhere).
+    ema: decay of an exponential moving average of the weights, which is then what is validated and kept as the model
+        (Polyak and Juditsky 1992); 0 for none.
     """
 
     checkpoint_every: int = 250
@@ -159,12 +253,14 @@ class CallbacksConfig:
     sample_tokens: int = 120
     sample_temperature: float = 0.7
     progress: bool = True
+    ema: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("checkpoint_every", "sample_every", "sample_temperature"):
             at_least(f"callbacks.{name}", getattr(self, name), 0)
         for name in ("keep_checkpoints", "sample_tokens"):
             at_least(f"callbacks.{name}", getattr(self, name), 1)
+        fraction("callbacks.ema", self.ema)
 
 
 def time_name() -> str:
@@ -179,7 +275,7 @@ class TrainConfig:
     name: of the run and its directory under `runs_dir` (None: the time of the start).
     seed: of initialisation, dropout and the order of rows.
     resume: None starts anew; `auto` continues the newest checkpoint of run `name` (None: of the newest run);
-        a path continues that run directory.
+        a path continues that run directory, or from that checkpoint.
     """
 
     name: str | None = None
@@ -204,4 +300,12 @@ class TrainConfig:
             raise ValueError(
                 f"trainer.accumulate={self.trainer.accumulate} is more than the data.batch_size="
                 f"{self.data.batch_size} rows of a step"
+            )
+        if self.data.batch_size % self.trainer.ranks:
+            raise ValueError(
+                f"data.batch_size={self.data.batch_size} rows of a step do not divide into {self.trainer.ranks} ranks"
+            )
+        if self.trainer.strategy == "fsdp" and (self.callbacks.sample_every or self.callbacks.ema):
+            raise ValueError(
+                "trainer.strategy=fsdp cannot go with callbacks.sample_every or callbacks.ema; set them to 0"
             )

@@ -13,14 +13,16 @@ class _HeadCrossEntropy(torch.autograd.Function):
     """Loss and gradients in one sweep over chunks of places, as in Wijmans et al. 2025 and Liger (Hsu et al. 2024)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, targets: Tensor, cap: float, smoothing: float, z: float
+    ) -> tuple[Tensor, Tensor]:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         exact = torch.promote_types(dtype, torch.float32)
         w = weight.to(dtype)
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_w = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
-        loss = torch.zeros((), dtype=exact, device=x.device)
+        loss, objective = torch.zeros(2, dtype=exact, device=x.device).unbind()
         rows = max(LEAST_ROWS, CHUNK // len(weight))
         for start in range(0, len(x), rows):
             chunk, target = x[start : start + rows].to(dtype), targets[start : start + rows]
@@ -31,12 +33,21 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 if cap:
                     logits = cap * torch.tanh(logits / cap)
                 normaliser = logits.logsumexp(-1, keepdim=True)
-                loss += ((normaliser - logits.gather(-1, target)) * kept).sum()
+                nats = normaliser - logits.gather(-1, target)
+                loss += (nats * kept).sum()
+                if smoothing or z:
+                    spread = normaliser - logits.mean(-1, keepdim=True)  # against the uniform distribution
+                    extra = smoothing * (spread - nats) + z * normaliser.square()
+                    objective += (extra * kept).sum()
                 if grad_x is None and grad_w is None:
                     continue
                 slope = 1 - (logits / cap).square() if cap else None
                 grad = logits.sub_(normaliser).exp_()  # softmax, then softmax minus one at the target
-                grad.scatter_add_(-1, target, torch.full_like(normaliser, -1))
+                if z:
+                    grad *= 1 + 2 * z * normaliser
+                if smoothing:
+                    grad -= smoothing / len(weight)
+                grad.scatter_add_(-1, target, torch.full_like(normaliser, smoothing - 1))
                 grad *= kept
                 if slope is not None:
                     grad *= slope
@@ -46,23 +57,27 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 if grad_w is not None:
                     grad_w += grad.T @ chunk
         ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight.dtype))
-        return loss
+        ctx.mark_non_differentiable(loss)
+        return objective + loss, loss
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor):
+    def backward(ctx, grad_loss: Tensor, _):
         grad_x, grad_w = ctx.saved_tensors
         return (
             None if grad_x is None else grad_x * grad_loss.to(grad_x.dtype),
             None if grad_w is None else grad_w * grad_loss.to(grad_w.dtype),
-            None,
-            None,
+            *[None] * 4,
         )
 
 
-def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, soft_cap: float = 0.0) -> Tensor:
-    """Summed cross-entropy in nats, at least in fp32, of the logits x @ weight.T (soft-capped if asked for).
+def head_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, soft_cap: float = 0.0, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """What is minimised, and the summed cross-entropy in nats, of the logits x @ weight.T (soft-capped if asked for).
 
-    x: (N, d_model); weight: (V, d_model); targets: (N,) ids, or IGNORE where a place does not count. Under autocast
-    the products run in its dtype, the softmax in fp32. Memory is that of a few rows of logits, whatever N.
+    x: (N, d_model); weight: (V, d_model); targets: (N,) ids, or IGNORE where a place does not count. Both sums are at
+    least in fp32; only the first has a gradient. It is the cross-entropy against targets smoothed with the uniform
+    distribution (Szegedy et al. 2016), plus `z_loss` times the squared log-normaliser (Chowdhery et al. 2022). Under
+    autocast the products run in its dtype, the softmax in fp32. Memory is that of a few rows of logits, whatever N.
     """
-    return _HeadCrossEntropy.apply(x, weight, targets, soft_cap)
+    return _HeadCrossEntropy.apply(x, weight, targets, soft_cap, label_smoothing, z_loss)

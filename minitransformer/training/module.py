@@ -1,22 +1,32 @@
 """One optimizer step, one validation: the LightningModule."""
 
 import math
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from torch import Tensor
 
 from minitransformer.checkpoint import HEADER, describe
+from minitransformer.data.packing import IGNORE
 from minitransformer.data.rows import Batch
 from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.model.cost import flops_per_token
 from minitransformer.model.transformer import Transformer
-from minitransformer.training.config import AdamWConfig, ScheduleConfig, TrainerConfig
+from minitransformer.training.config import TrainConfig
 from minitransformer.training.loss import head_cross_entropy
 from minitransformer.training.optimizers import make_optimizer
 from minitransformer.training.schedules import rate
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
 
 
 class LanguageModel(pl.LightningModule):
@@ -28,94 +38,132 @@ class LanguageModel(pl.LightningModule):
     n_bytes: UTF-8 bytes of the validation text, for bits per byte.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer,
-        optimizer: AdamWConfig,
-        schedule: ScheduleConfig,
-        trainer: TrainerConfig,
-        n_bytes: int,
-    ):
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, config: TrainConfig, n_bytes: int):
         super().__init__()
         self.automatic_optimization = False
-        self.model, self.tokenizer = model, tokenizer
-        self.optimizer_config, self.schedule, self.settings = optimizer, schedule, trainer
+        self.model, self.tokenizer, self.config, self.settings = model, tokenizer, config, config.trainer
         self.n_bytes = n_bytes
-        self.model.gradient_checkpointing = trainer.gradient_checkpointing
+        self.model.checkpoint_gradients(self.settings.gradient_checkpointing, self.settings.checkpoint_blocks)
+        if self.settings.compile:
+            self.model.compile_blocks()
         self.metrics: dict[str, float] = {}  # what was last logged, for the progress bar and the summary
-        self.tokens_seen = 0
+        self.tokens_seen = self.skipped = self.skipped_in_row = 0
         self.seconds = 0.0  # spent in optimizer steps since the start of this process
         self._mark = time.perf_counter()
         self._window: dict[str, float | Tensor] = {}  # sums over the steps since the last log
-        self._rng: tuple | None = None  # of the checkpoint that is resumed
 
-    def loss_sum(self, batch: Batch) -> Tensor:
-        """The summed cross-entropy in nats over all targets, in fp32."""
+    def configure_model(self) -> None:
+        """Under fsdp, each block and the rest of the model become one group of shards."""
+        if self.settings.strategy == "fsdp":
+            from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+            register_fsdp_forward_method(self.model, "features")
+
+    def loss_sums(self, batch: Batch, smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+        """What is minimised, and the cross-entropy in nats, both summed over all targets, in fp32."""
         model = self.model
         x, _ = model.features(batch.tokens, positions=batch.positions)
-        return head_cross_entropy(
-            x.flatten(0, 1), model.head.weight, batch.targets.flatten(), model.config.logit_soft_cap
-        )
+        cap = model.config.logit_soft_cap
+        return head_cross_entropy(x.flatten(0, 1), model.head.weight, batch.targets.flatten(), cap, smoothing, z_loss)
 
     # Training --------------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.optimizer_config, self.model)
+        return make_optimizer(self.config.optimizer, self.model)
 
     def training_step(self, batch: Batch, _) -> None:
-        optimizer = self.optimizers()
-        step = self.global_step
-        factor = rate(self.schedule, step, self.settings.max_steps)
+        settings, optimizer, step = self.settings, self.optimizers(), self.global_step
+        # Dropout is a function of (seed, step, rank), so a resumed run needs to remember nothing of it.
+        torch.manual_seed(
+            np.random.SeedSequence((self.config.seed, step, self.global_rank)).generate_state(1)[0].item()
+        )
+        factor = rate(self.config.schedule, step - self.skipped, settings.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
-        total = torch.zeros((), device=self.device)
-        rows = -(-len(batch.tokens) // self.settings.accumulate)
+        nats = torch.zeros((), device=self.device)
+        rows = -(-len(batch.tokens) // settings.accumulate)
         for start in range(0, len(batch.tokens), rows):
             part = Batch(*(x[start : start + rows] for x in batch[:3]), batch.step_targets)
-            loss = self.loss_sum(part)
-            # Ranks average their gradients; times their number, the average is the sum over the step's targets.
-            # A step may have none where rows hold long prefixes.
-            self.manual_backward(loss * (self.trainer.world_size / max(1, batch.step_targets)))
-            total += loss.detach()
-        norm = self._clip()
-        optimizer.step()
+            last = start + rows >= len(batch.tokens)
+            with nullcontext() if last or self.trainer.world_size == 1 else self.trainer.strategy.block_backward_sync():
+                objective, part_nats = self.loss_sums(part, settings.label_smoothing, settings.z_loss)
+                # Ranks average their gradients; times their number, the average is the sum over the step's targets.
+                # A step may have none of these where rows hold long prefixes.
+                self.manual_backward(objective * (self.trainer.world_size / max(1, batch.step_targets)))
+            nats += part_nats
+        optimizer.step()  # by way of `on_before_optimizer_step`
         optimizer.zero_grad()
         if batch.state is not None:
             self.trainer.datamodule.stream_state = batch.state
-        self._count(total, batch.step_targets, norm, factor, step + 1)
+        self._count(nats, batch.step_targets, factor, step + 1)
 
-    def _clip(self) -> Tensor:
-        """The norm of the gradient, which is scaled down to `gradient_clip` if it is larger."""
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Scale the gradient down to `gradient_clip` if it is larger; drop it if it is not finite.
+
+        Lightning calls this when gradients have been unscaled.
+        """
         parameters = list(self.model.parameters())
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self._norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if not self._norm.isfinite():
+            self.skipped, self.skipped_in_row = self.skipped + 1, self.skipped_in_row + 1
+            if (
+                getattr(self.trainer.precision_plugin, "scaler", None) is None
+            ):  # a scaler drops it, and lowers its scale
+                optimizer.zero_grad()
+            return
+        self.skipped_in_row = 0
         if self.settings.gradient_clip:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.gradient_clip, norm)
-        return norm
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.gradient_clip, self._norm)
 
-    def _count(self, loss_sum: Tensor, targets: int, norm: Tensor, factor: float, step: int) -> None:
+    def _count(self, nats: Tensor, targets: int, factor: float, step: int) -> None:
         """Add a step to the window since the last log; log at every `log_every`-th step."""
         self.tokens_seen += targets
-        window = self._window = self._window or dict(loss=0.0, targets=0, seconds=self.seconds)
-        window["loss"] = loss_sum + window["loss"]
-        window["targets"] += targets
+        window = self._window = self._window or dict(nats=0.0, targets=0, steps=0, seconds=self.seconds)
+        if not self.skipped_in_row:
+            window["nats"] = nats + window["nats"]
+            window["targets"] += targets
+        window["steps"] += 1
         if step % self.settings.log_every and step != self.settings.max_steps:
             return
-        loss = self.trainer.strategy.reduce(window["loss"], reduce_op="sum").item() / window["targets"]
-        now = time.perf_counter()
-        spent = self.seconds + now - self._mark - window["seconds"]
-        self.log_now(
-            {
-                "train/loss": loss,
-                "optim/lr": self.optimizers().param_groups[0]["lr"],
-                "optim/lr_factor": factor,
-                "optim/grad_norm": norm.item(),
-                "speed/tokens_per_s": window["targets"] / spent,
-                "data/tokens": float(self.tokens_seen),
-            },
-            step,
-        )
+        loss = float(self.trainer.strategy.reduce(torch.as_tensor(window["nats"], device=self.device), reduce_op="sum"))
+        spent = self.seconds + time.perf_counter() - self._mark - window["seconds"]
+        tokens_per_s = window["targets"] / spent
+        metrics = {
+            "train/loss": loss / max(1, window["targets"]),
+            "optim/lr": self.config.optimizer.lr * factor,
+            "optim/lr_factor": factor,
+            "optim/grad_norm": self._norm.item(),
+            "optim/skipped_steps": float(self.skipped),
+            "speed/tokens_per_s": tokens_per_s,
+            "speed/step_ms": 1000 * spent / window["steps"],
+            "speed/peak_memory_gb": self.peak_memory() / 1e9,
+            "data/tokens": float(self.tokens_seen),
+        }
+        if peak := self.peak_flops():
+            flops = flops_per_token(self.model.config, training=True) * tokens_per_s
+            metrics["speed/mfu"] = flops / (peak * self.trainer.world_size)
+        self.log_now(metrics, step)
         self._window = {}
+
+    def peak_memory(self) -> int:
+        """Bytes that this process has held at most: of the GPU's memory, or of the machine's."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if resource is None:
+            return 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def peak_flops(self) -> float | None:
+        """What the device could do at most in the precision of training; None where it is not known."""
+        if self.device.type != "cuda":
+            return None
+        dtype = {"32-true": torch.float32, "16-mixed": torch.float16}.get(self.trainer.precision, torch.bfloat16)
+        return get_available_flops(self.device, dtype)
 
     def log_now(self, metrics: dict[str, float], step: int) -> None:
         """Hand metrics to the logger at once (`self.log` costs time in every step)."""
@@ -126,11 +174,6 @@ class LanguageModel(pl.LightningModule):
     # The clock counts optimizer steps alone: validation, samples and checkpoints pause it.
 
     def on_train_start(self) -> None:
-        if self._rng is not None:
-            cpu, cuda = self._rng
-            torch.set_rng_state(cpu)
-            if cuda is not None and torch.cuda.is_available():
-                torch.cuda.set_rng_state_all(cuda)
         self._mark = time.perf_counter()
 
     def on_train_batch_end(self, *_) -> None:
@@ -157,11 +200,14 @@ class LanguageModel(pl.LightningModule):
         self._validation = torch.zeros(2, dtype=torch.float64)
 
     def validation_step(self, batch: Batch, _) -> None:
-        loss = self.loss_sum(batch)
-        self._validation += torch.tensor([loss.item(), batch.step_targets], dtype=torch.float64)
+        nats = self.loss_sums(batch)[1]
+        targets = (batch.targets != IGNORE).sum()
+        self._validation += torch.tensor([nats.item(), targets.item()], dtype=torch.float64)
 
     def on_validation_epoch_end(self) -> None:
-        nats, targets = self.trainer.strategy.reduce(self._validation, reduce_op="sum").tolist()
+        if self.trainer.world_size > 1:
+            self._validation = self.trainer.strategy.reduce(self._validation.to(self.device), reduce_op="sum")
+        nats, targets = self._validation.tolist()
         metrics = {"val/loss": nats / targets, "val/bits_per_byte": nats / math.log(2) / self.n_bytes}
         self.log_now(metrics, self.global_step)
 
@@ -169,15 +215,14 @@ class LanguageModel(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint[HEADER] = describe(self.model.config, self.tokenizer)
-        checkpoint["tokens_seen"] = self.tokens_seen
+        counts = {name: getattr(self, name) for name in ("tokens_seen", "skipped", "skipped_in_row")}
+        checkpoint["counts"] = counts
         if self._window:
-            checkpoint["window"] = {"loss": float(self._window["loss"]), "targets": self._window["targets"]}
-        checkpoint["rng"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            checkpoint["cuda_rng"] = torch.cuda.get_rng_state_all()
+            window = {name: self._window[name] for name in ("targets", "steps")}
+            checkpoint["window"] = window | {"nats": float(self._window["nats"])}
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        self.tokens_seen = checkpoint["tokens_seen"]
+        for name, value in checkpoint["counts"].items():
+            setattr(self, name, value)
         if "window" in checkpoint:
             self._window = checkpoint["window"] | {"seconds": 0.0}
-        self._rng = checkpoint["rng"], checkpoint.get("cuda_rng")

@@ -1,5 +1,8 @@
 """Optimizers: Muon for the hidden matrices with AdamW for the rest, and AdamW alone."""
 
+import fnmatch
+import re
+
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
@@ -90,29 +93,43 @@ class Muon(torch.optim.Optimizer):
 def make_optimizer(config: AdamWConfig, model: Transformer) -> torch.optim.Optimizer:
     """The optimizer that `config` names, each parameter in exactly one group, its peak rate in `peak_lr`.
 
-    Weight decay acts on matrices only. Muon takes the matrices inside the blocks.
+    Weight decay acts on matrices only. Muon takes the matrices inside the blocks. Tied parameters count once.
+
+    Raises:
+        ValueError: a pattern of `config.groups` matches no parameter.
     """
     hidden = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in parameters if id(p) in hidden]
     untied = None if model.config.tie_embeddings else model.embedding.weight
-    embedding = [p for p in parameters if p is untied]
-    others = [p for p in parameters if id(p) not in hidden and p.ndim >= 2 and p is not untied]
-    vectors = [p for p in parameters if p.ndim < 2]
-    if isinstance(config, MuonConfig):
-        groups = [
-            dict(params=matrices, lr=config.lr, weight_decay=config.weight_decay, matrix=True),
-            dict(params=embedding, lr=config.embedding_lr, weight_decay=config.weight_decay),
-            dict(params=others, lr=config.adamw_lr, weight_decay=config.weight_decay),
-            dict(params=vectors, lr=config.adamw_lr, weight_decay=0.0),
-        ]
-    else:
-        groups = [
-            dict(params=matrices + embedding + others, lr=config.lr, weight_decay=config.weight_decay),
-            dict(params=vectors, lr=config.lr, weight_decay=0.0),
-        ]
-    groups = [group | {"peak_lr": group["lr"]} for group in groups if group["params"]]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for group in config.groups:
+        if not fnmatch.filter(parameters, group.pattern):
+            known = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in parameters))
+            raise ValueError(f"optimizer.groups: {group.pattern} matches no parameter; there are {known}")
+
+    def settings_of(name: str, p: Tensor) -> tuple[bool, float, float]:
+        """Is it Muon's, its peak rate, its weight decay."""
+        matrix, rate = False, config.lr
+        if isinstance(config, MuonConfig):
+            matrix = id(p) in hidden
+            rate = config.lr if matrix else config.embedding_lr if p is untied else config.adamw_lr
+        decay = config.weight_decay if p.ndim >= 2 else 0.0
+        for group in config.groups:
+            if fnmatch.fnmatchcase(name, group.pattern):
+                rate = rate if group.lr is None else group.lr
+                decay = decay if group.weight_decay is None else group.weight_decay
+                break
+        return matrix, rate, decay
+
+    found: dict[tuple[bool, float, float], list[Tensor]] = {}
+    for name, p in parameters.items():
+        found.setdefault(settings_of(name, p), []).append(p)
+    groups = [
+        dict(params=params, lr=lr, peak_lr=lr, weight_decay=decay, matrix=matrix)
+        for (matrix, lr, decay), params in found.items()
+    ]
     settings = dict(lr=config.lr, betas=tuple(config.betas), eps=config.eps)
     if isinstance(config, MuonConfig):
         return Muon(groups, **settings, momentum=config.momentum, ns_steps=config.ns_steps)
-    return torch.optim.AdamW(groups, **settings, fused=True)
+    optimizer = torch.optim.AdamW(groups, **settings, fused=True)
+    optimizer._step_supports_amp_scaling = False  # else gradients would be clipped before they are unscaled
+    return optimizer

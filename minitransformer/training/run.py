@@ -15,6 +15,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.text import Text
@@ -29,13 +31,22 @@ from minitransformer.checkpoint import (
     new_run,
     newest_readable,
     point_latest,
+    read_checkpoint,
 )
 from minitransformer.data.datamodule import TextData
 from minitransformer.device import choose_device, choose_precision
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.cost import parameter_count
 from minitransformer.model.transformer import Transformer
-from minitransformer.training.callbacks import AtomicCheckpointIO, Bar, Checkpointer, Interrupted, Sampler
+from minitransformer.training.callbacks import (
+    AtomicCheckpointIO,
+    Bar,
+    Checkpointer,
+    Interrupted,
+    MovingAverage,
+    RunDirectory,
+    Sampler,
+)
 from minitransformer.training.config import CSVConfig, MuonConfig, TrainConfig, WandbConfig, time_name
 from minitransformer.training.module import LanguageModel
 
@@ -43,22 +54,24 @@ from minitransformer.training.module import LanguageModel
 def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path | None = None) -> float | None:
     """Train as `config` says and return the final validation loss in nats per token.
 
+    Every process of a run on several devices comes through here; the first speaks and writes.
+
     Args:
         command: how the user started this, for the commands that are printed.
         sweep_dir: the directory of this job when it is one of a sweep.
 
     Raises:
         ValueError: the config or the data are wrong; nothing was written then.
-        Interrupted: a signal stopped it, after the state was saved.
+        DivergedError: losses were not finite any more; the state was saved.
+        Interrupted: a signal or the clock stopped it, after the state was saved.
     """
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=rank_zero_only.rank != 0)
     _quiet()
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     device = choose_device(config.trainer.device)
     precision = choose_precision(config.trainer.precision, device)
-    if config.model.attention.kernel == "flex" and device.type == "cpu":
-        raise ValueError("model.attention.kernel=flex has no gradients on a CPU; use kernel=auto, or train on a GPU")
+    _check_device(config, device)
     run, saved = _resume(config, console)
 
     data = TextData(config.data, config.tokenizer, config.model.max_seq_len, config.seed)
@@ -77,47 +90,40 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
 
     pl.seed_everything(config.seed, verbose=False)
     model = Transformer(model_config)
-    sampler = Sampler(config.callbacks, console, model, data)  # refuses a wrong prompt before work
-    if run is None:
-        if sweep_dir is not None and not any(sweep_dir.iterdir()):  # Hydra made it
-            run = sweep_dir
-        elif sweep_dir is not None:
-            run = new_run(sweep_dir.parent, sweep_dir.name)
-        else:
-            run = new_run(Path(config.runs_dir), config.name or time_name())
-        with atomic_write(run / "config.yaml") as file:
-            file.write(OmegaConf.to_yaml(asdict(config)).encode())
-        with atomic_write(run / "tokenizer.json") as file:
-            file.write(data.tokenizer.to_json().encode())
-    point_latest(run, Path(config.runs_dir))
-    logger, logging_line = make_logger(config, run)
-    summary(console, config, run, model_config, data, device, precision, logging_line)
+    module = LanguageModel(model, data.tokenizer, config, data.validation.n_bytes)
+    module.configure_optimizers()  # refuses a wrong pattern before work
 
-    module = LanguageModel(
-        model, data.tokenizer, config.optimizer, config.schedule, config.trainer, data.validation.n_bytes
-    )
-    callbacks: list[pl.Callback] = [Checkpointer(run, config.callbacks, console)]
-    if config.callbacks.sample_every:
-        callbacks.insert(0, sampler)
-    if config.callbacks.progress:
-        callbacks.insert(0, Bar(console, config.trainer.log_every))
+    def begin(run: Path) -> Logger | None:
+        if checkpoint is None:
+            with atomic_write(run / "config.yaml") as file:
+                file.write(OmegaConf.to_yaml(asdict(config)).encode())
+            with atomic_write(run / "tokenizer.json") as file:
+                file.write(data.tokenizer.to_json().encode())
+        point_latest(run, Path(config.runs_dir))
+        logger, line = make_logger(config, run)
+        summary(console, config, run, model_config, data, device, precision, line)
+        return logger
+
+    directory = RunDirectory(lambda: run or _new_directory(config, sweep_dir), begin)
     trainer = pl.Trainer(
         accelerator="gpu" if device.type == "cuda" else device.type,
-        devices=1,
+        devices=config.trainer.devices,
+        num_nodes=config.trainer.nodes,
+        strategy=_strategy(config),
         precision=precision,
         max_steps=config.trainer.max_steps,
         max_epochs=-1,
         val_check_interval=config.trainer.val_every,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        logger=logger,
-        callbacks=callbacks,
+        logger=False,
+        callbacks=make_callbacks(directory, config, console, model, data),
         plugins=[AtomicCheckpointIO()],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        default_root_dir=run,
+        default_root_dir=config.runs_dir,
     )
     start = time.perf_counter()
     try:
@@ -125,13 +131,58 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         if config.trainer.max_steps % config.trainer.val_every:
             trainer.validate(module, data, verbose=False)
     except Interrupted as stopped:
-        console.print(f"\n{stopped}; everything is in {run}")
-        console.print(f"go on with: {command} resume={shlex.quote(str(run))}", style="bold")
+        console.print(f"\n{stopped}; everything is in {directory.path}")
+        console.print(f"go on with: {command} resume={shlex.quote(str(directory.path))}", style="bold")
         raise
     finally:
-        _finish(logger)
-    _closing(console, run, module, time.perf_counter() - start)
+        _finish(trainer.loggers)
+    _closing(console, directory.path, module, time.perf_counter() - start)
     return module.metrics["val/loss"]
+
+
+def _check_device(config: TrainConfig, device: torch.device) -> None:
+    """Refuse what the chosen device cannot do."""
+    if device.type == "cpu" and config.model.attention.kernel == "flex":
+        raise ValueError("model.attention.kernel=flex has no gradients on a CPU; use kernel=auto, or train on a GPU")
+    there = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device.type)
+    if there is not None and config.trainer.devices > there:
+        raise ValueError(
+            f"trainer.devices={config.trainer.devices} are more than the {there} {device.type} devices here"
+        )
+
+
+def _strategy(config: TrainConfig) -> str | Strategy:
+    if config.trainer.strategy == "fsdp":
+        # One file with all weights, which every number of ranks can read.
+        return ModelParallelStrategy(config.trainer.ranks, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    if config.trainer.ranks > 1:
+        # Buffers are constants: to send them around before each validation batch would hang ranks that have fewer.
+        return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return "auto"
+
+
+def _new_directory(config: TrainConfig, sweep_dir: Path | None) -> Path:
+    if sweep_dir is None:
+        return new_run(Path(config.runs_dir), config.name or time_name())
+    if not any(sweep_dir.iterdir()):  # Hydra made it
+        return sweep_dir
+    return new_run(sweep_dir.parent, sweep_dir.name)
+
+
+def make_callbacks(
+    directory: RunDirectory, config: TrainConfig, console: Console, model: Transformer, data: TextData
+) -> list[pl.Callback]:
+    """In the order in which Lightning calls them: samples before the state is saved, the average after."""
+    callbacks: list[pl.Callback] = [directory]
+    if config.callbacks.progress:
+        callbacks.append(Bar(console, config.trainer.log_every))
+    sampler = Sampler(directory, config, console, model, data)  # refuses a wrong prompt before work
+    if config.callbacks.sample_every:
+        callbacks.append(sampler)
+    callbacks.append(Checkpointer(directory, config, console))
+    if config.callbacks.ema:
+        callbacks.append(MovingAverage(decay=config.callbacks.ema))
+    return callbacks
 
 
 def _quiet() -> None:
@@ -140,6 +191,7 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message=".*isinstance.*LeafSpec.*")
+    warnings.filterwarnings("ignore", module="torch._inductor")
 
 
 def _resume(config: TrainConfig, console: Console) -> tuple[Path | None, dict | None]:
@@ -151,10 +203,13 @@ def _resume(config: TrainConfig, console: Console) -> tuple[Path | None, dict | 
             run = latest_run(Path(config.runs_dir))
         elif not (run := Path(config.runs_dir) / config.name).is_dir():
             return None, None
+    elif Path(config.resume).is_file():  # one checkpoint of a run, in its place
+        path = Path(config.resume)
+        return path.parent.parent, read_checkpoint(path) | {"path": path}
     else:
         run = Path(config.resume)
         if not run.is_dir():
-            raise CheckpointError(f"resume={run} is not a run directory (looked in {Path.cwd()})")
+            raise CheckpointError(f"resume={run} is neither a run directory nor a checkpoint (looked in {Path.cwd()})")
     found = newest_readable(run, console.print)
     if found is None:
         if config.resume == "auto":
@@ -182,13 +237,13 @@ def _check_same(saved: dict, now: dict, run: Path) -> None:
         raise ValueError(f"cannot resume {run}: it was trained with another tokenizer or other text")
 
 
-def make_logger(config: TrainConfig, run: Path) -> tuple[Logger | bool, str]:
+def make_logger(config: TrainConfig, run: Path) -> tuple[Logger | None, str]:
     """The Lightning logger, and a line that says where metrics go."""
     if isinstance(config.logger, CSVConfig):
         logger = CSVLogger(run, name="csv")
         return logger, f"csv in {logger.log_dir}"
     if not isinstance(config.logger, WandbConfig):
-        return False, "none"
+        return None, "none"
     import wandb
     from lightning.pytorch.loggers import WandbLogger
 
@@ -221,10 +276,11 @@ def make_logger(config: TrainConfig, run: Path) -> tuple[Logger | bool, str]:
     return WandbLogger(experiment=experiment), lines.get(mode, f"wandb {mode}")
 
 
-def _finish(logger: Logger | bool) -> None:
-    if logger and hasattr(logger, "experiment") and hasattr(logger.experiment, "finish"):
-        with contextlib.suppress(Exception):  # the run itself is saved; its upload may fail
-            logger.experiment.finish()
+def _finish(loggers: list[Logger]) -> None:
+    for logger in loggers:
+        if hasattr(logger.experiment, "finish"):
+            with contextlib.suppress(Exception):  # the run itself is saved; its upload may fail
+                logger.experiment.finish()
 
 
 def summary(console, config, run, model_config, data, device, precision, logging_line) -> None:
@@ -237,6 +293,7 @@ def summary(console, config, run, model_config, data, device, precision, logging
     if isinstance(config.optimizer, MuonConfig):
         optimizer = f"muon lr {config.optimizer.lr:g}"
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    ranks = f"{config.trainer.ranks} x " if config.trainer.ranks > 1 else ""
     left_out = [(data.skipped, "blank ones skipped"), (data.boms, "byte-order marks dropped")]
     left_out = "".join(f", {number} {what}" for number, what in left_out if number)
     if data.steps is None:
@@ -257,7 +314,7 @@ def summary(console, config, run, model_config, data, device, precision, logging
         f"{train.n_bytes / train.n_tokens:.2f} bytes each",
         "rows": rows,
         "training": f"{steps:,} steps of {batch} rows, {per_step * steps:,.0f} tokens, {epochs}{optimizer}",
-        "device": f"{device.type} ({hardware}), precision {precision}, torch {torch.__version__}, "
+        "device": f"{ranks}{device.type} ({hardware}), precision {precision}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         "logging": logging_line,
     }.items():

@@ -2,16 +2,31 @@
 
 import math
 
-from minitransformer.training.config import CosineConfig, ScheduleConfig, WSDConfig
+from minitransformer.training.config import (
+    ConstantConfig,
+    CosineConfig,
+    DecayConfig,
+    InverseSqrtConfig,
+    ScheduleConfig,
+    WSDConfig,
+)
 
 
 def rate(config: ScheduleConfig, step: int, max_steps: int) -> float:
     """The factor on every learning rate at step 0 ... max_steps - 1.
 
-    The first is above 0, the peak is 1, and the last is `min_ratio`, unless warm-up has not ended by then.
+    The first is above 0 and the peak is 1. The last is `min_ratio` where the schedule decays to an end, unless warm-up
+    has not ended by then.
     """
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    longest = max_steps - max(1, config.warmup_steps)  # steps after the one that reaches the peak
+    if isinstance(config, ConstantConfig):
+        return warmup
+    assert isinstance(config, DecayConfig)
+    peak = max(1, config.warmup_steps)  # steps until the one that reaches the peak, itself among them
+    if isinstance(config, InverseSqrtConfig):
+        left = min(1.0, math.sqrt(peak / (step + 1)))
+        return warmup * max(config.min_ratio, left)
+    longest = max_steps - peak
     length = min(longest, config.decay_fraction * max_steps) if isinstance(config, WSDConfig) else longest
     left = min(1.0, (max_steps - 1 - step) / length) if length > 0 else 1.0  # of the decay
     if isinstance(config, CosineConfig):

@@ -129,9 +129,15 @@ def test_validation_reads_each_row_once_whatever_the_ranks():
     batches = [steps[i] for i in range(len(steps))]
     assert [len(b.tokens) for b in batches] == [4, 4, 2]
     assert sorted(torch.cat([b.tokens for b in batches])[:, 1].tolist()) == [3 * d + 1 for d in range(10)]
-    for ranks in (1, 2, 3, 5):
-        numbers = [i for rank in range(ranks) for i in range(rank, len(steps), ranks)]
-        assert sorted(numbers) == [0, 1, 2]
+    for ranks in (2, 3, 4):
+        shares = [ValidationSteps(tokens, pack(documents, 4), 4, 4, rank, ranks) for rank in range(ranks)]
+        assert {len(share) for share in shares} == {3}
+        for i, whole in enumerate(batches):
+            parts = [share[i] for share in shares]
+            assert len({len(part.tokens) for part in parts}) == 1
+            rows = [torch.cat([part[x] for part in parts]) for x in range(3)]
+            assert all(torch.equal(found[: len(whole.tokens)], whole[x]) for x, found in enumerate(rows))
+            assert (rows[2][len(whole.tokens) :] < 0).all()
     with pytest.raises(IndexError):
         steps[3]
 

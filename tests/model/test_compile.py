@@ -42,11 +42,11 @@ def batches(n: int):
     dict(attention=A(kind="elu")), dict(attention=A(kind="performer")), dict(attention=A(kernel="reference")),
     dict(attention=A(kernel="sdpa", qk_norm=True)), dict(attention=A(soft_cap=5.0)),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_few_graphs_serve_twenty_steps_with_changing_documents(settings, checkpointing):
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**SHAPE | settings))
-    model.gradient_checkpointing = checkpointing
+    model.checkpoint_gradients(checkpointing)
     plain = [with_gradients(model, tokens, positions) for tokens, positions in batches(2)]
     counter = CompileCounterWithBackend("eager")
     model.compile_blocks(backend=counter)

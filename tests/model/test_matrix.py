@@ -107,9 +107,9 @@ def test_gradients_agree(position, mask):
     if refusal(position, mask, "auto"):
         return  # asserted above
     gradients = []
-    for kernel, checkpointing in (("reference", False), ("auto", False), ("auto", True)):
+    for kernel, checkpointing in [("reference", "none"), *(("auto", how) for how in ("none", "full", "selective"))]:
         model = make(position, kernel=kernel, qk_norm=True, **MASKS[mask]).train()
-        model.gradient_checkpointing = checkpointing
+        model.checkpoint_gradients(checkpointing)
         F.cross_entropy(model(TOKENS, positions=PACKED)[TEXT], TOKENS[TEXT]).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for other in gradients[1:]:

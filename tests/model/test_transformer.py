@@ -113,18 +113,21 @@ def test_gpt2_initialisation_scales_residual_matrices_by_depth():
 
 
 def test_dropout_acts_in_training_only_and_survives_checkpointing():
-    config = ModelConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=4, dropout=0.2, max_seq_len=16, init="gpt2")
+    config = ModelConfig(vocab_size=50, d_model=32, n_layers=3, n_heads=4, dropout=0.2, max_seq_len=16, init="gpt2")
     torch.manual_seed(0)
     model = Transformer(config)
     tokens = torch.randint(50, (2, 16))
     assert not torch.equal(model(tokens), model(tokens))
     gradients = []
-    for model.gradient_checkpointing in (False, True):
+    for how, every in (("none", 1), ("full", 1), ("full", 2), ("selective", 1), ("selective", 3)):
+        model.checkpoint_gradients(how, every)
+        assert [block.recompute for block in model.blocks] == [how if i % every == 0 else "none" for i in range(3)]
         model.zero_grad()
         torch.manual_seed(1)
         model(tokens).square().mean().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
 

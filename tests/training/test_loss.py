@@ -15,7 +15,8 @@ from tests.model.models import make
 
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0])
 @pytest.mark.parametrize("chunk", [1, 100, 10**6])
-def test_loss_and_gradients_equal_torch(chunk, soft_cap, monkeypatch):
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.05)])
+def test_loss_and_gradients_equal_torch(chunk, soft_cap, smoothing, z_loss, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK", chunk)
     monkeypatch.setattr(loss, "LEAST_ROWS", 1)
     torch.manual_seed(0)
@@ -26,13 +27,15 @@ def test_loss_and_gradients_equal_torch(chunk, soft_cap, monkeypatch):
     for fused in (False, True):
         x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
         if fused:
-            value = head_cross_entropy(x_, w_, targets, soft_cap)
+            value, nats = head_cross_entropy(x_, w_, targets, soft_cap, smoothing, z_loss)
         else:
             logits = x_ @ w_.T
             logits = soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
-            value = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+            value = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+            value = value + z_loss * logits[targets != IGNORE].logsumexp(-1).square().sum()
+            nats = F.cross_entropy(logits, targets, reduction="sum")
         (3 * value).backward()
-        results.append((value.detach(), x_.grad, w_.grad))
+        results.append((value.detach(), nats.detach(), x_.grad, w_.grad))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
 
@@ -40,9 +43,9 @@ def test_loss_and_gradients_equal_torch(chunk, soft_cap, monkeypatch):
 def test_without_gradients_and_with_frozen_parts():
     x, w, targets = torch.randn(9, 4), torch.randn(7, 4), torch.randint(7, (9,))
     expected = F.cross_entropy(x @ w.T, targets, reduction="sum")
-    torch.testing.assert_close(head_cross_entropy(x, w, targets), expected)
+    torch.testing.assert_close(head_cross_entropy(x, w, targets)[1], expected)
     w.requires_grad_()
-    head_cross_entropy(x, w, targets).backward()
+    head_cross_entropy(x, w, targets)[0].backward()
     assert x.grad is None
     assert w.grad is not None
 
@@ -51,7 +54,7 @@ def test_autocast_multiplies_in_bf16_and_sums_in_fp32():
     torch.manual_seed(0)
     x, w, targets = torch.randn(64, 16), torch.randn(50, 16, requires_grad=True), torch.randint(50, (64,))
     with torch.autocast("cpu", torch.bfloat16):
-        value = head_cross_entropy(x, w, targets)
+        value, _ = head_cross_entropy(x, w, targets)
     value.backward()
     assert value.dtype == w.grad.dtype == torch.float32
     logits = (x.bfloat16() @ w.bfloat16().T).float()
@@ -61,7 +64,7 @@ def test_autocast_multiplies_in_bf16_and_sums_in_fp32():
 
 def test_all_places_ignored_is_zero():
     x = torch.randn(5, 4, requires_grad=True)
-    value = head_cross_entropy(x, torch.randn(7, 4), torch.full((5,), IGNORE))
+    value, _ = head_cross_entropy(x, torch.randn(7, 4), torch.full((5,), IGNORE))
     value.backward()
     assert value == 0
     assert x.grad.eq(0).all()
@@ -84,7 +87,7 @@ def test_a_packed_batch_has_the_loss_of_its_documents_alone(position, kind, pack
 
     def mean_loss(tokens, positions, targets):
         x, _ = model.features(tokens, positions)
-        return head_cross_entropy(x.flatten(0, 1), model.head.weight, targets.flatten()).item()
+        return head_cross_entropy(x.flatten(0, 1), model.head.weight, targets.flatten())[1].item()
 
     packed = mean_loss(*batch[:3]) / batch.step_targets
     alone = sum(
