@@ -55,8 +55,10 @@ class LanguageModel(pl.LightningModule):
     def configure_model(self) -> None:
         """Under fsdp, each block and the rest of the model become one group of shards."""
         if self.settings.strategy == "fsdp":
-            from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+            from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
+            if isinstance(self.model, FSDPModule):  # done before: Lightning asks again when it validates
+                return
             mesh = self.device_mesh["data_parallel"]
             for block in self.model.blocks:
                 fully_shard(block, mesh=mesh)

@@ -1,6 +1,7 @@
 """Exactness: accumulation and checkpointing change nothing, a resumed run is the run that never stopped."""
 
 import json
+import math
 import re
 import shlex
 import signal
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from minitransformer.checkpoint import checkpoints, read_checkpoint
+from minitransformer.training.module import LanguageModel
 from tests.conftest import SMALL, sentences
 
 TEXT = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300", "logger=csv"]
@@ -58,7 +60,8 @@ def same(a: dict, b: dict, **tolerance) -> None:
 @pytest.mark.parametrize("overrides", [
     ["trainer.accumulate=2"], ["trainer.accumulate=3"], ["trainer.accumulate=4"],
     ["trainer.gradient_checkpointing=full"], ["trainer.gradient_checkpointing=selective"], ["trainer.compile=true"],
-    ["trainer.gradient_checkpointing=full", "trainer.checkpoint_blocks=2", "trainer.accumulate=2"], ["model.attention.kernel=reference"], ["data.workers=2"],
+    ["trainer.gradient_checkpointing=full", "trainer.checkpoint_blocks=2", "trainer.accumulate=2"],
+    ["model.attention.kernel=reference"], ["data.workers=2"],
 ], ids=str)  # fmt: skip
 def test_micro_batches_checkpointing_and_kernels_do_not_change_the_result(train, overrides):
     plain, other = train("plain", "optimizer=adamw"), train("other", "optimizer=adamw", *overrides)
@@ -196,7 +199,8 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(train, command, workdir,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    result = command("train", *TEXT, *SMALL, "name=mine", "resume=auto", "callbacks.sample_every=0")
+    small = [*SMALL, "callbacks.sample_every=0", "trainer.val_every=6"]
+    result = command("train", *TEXT, *small, "name=mine", "resume=auto")
     assert result.code == 1
     assert "no space left on the disk for runs/mine/checkpoints/step-00000004.ckpt" in result.err
     assert len(result.err.splitlines()) == 1
@@ -206,7 +210,7 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(train, command, workdir,
 
 def test_a_run_directory_explains_itself(trained, command):
     assert sorted(p.name for p in trained.iterdir()) == [
-        "checkpoints", "config.yaml", "model.safetensors", "samples.txt", "tokenizer.json"
+        "best.safetensors", "checkpoints", "config.yaml", "model.safetensors", "samples.txt", "tokenizer.json"
     ]  # fmt: skip
     assert [p.name for p in checkpoints(trained)] == ["step-00000002.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
     assert (trained.parent / "latest").resolve() == trained
@@ -278,3 +282,102 @@ def test_no_loss_is_taken_on_prefixes(command, workdir):
     )  # fmt: skip
     assert result.code == 0, result.err
     assert float(re.findall(r"validation loss ([\d.]+)", result.out)[-1]) < 0.2
+
+
+def not_finite_at(monkeypatch, *steps: int) -> None:
+    """Let the loss be infinite in these steps."""
+    loss_sums = LanguageModel.loss_sums
+
+    def broken(self, *arguments):
+        objective, nats = loss_sums(self, *arguments)
+        bad = self.trainer.training and self.global_step in steps
+        return (objective * float("inf"), nats * float("nan")) if bad else (objective, nats)
+
+    monkeypatch.setattr(LanguageModel, "loss_sums", broken)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_step_that_is_not_finite_changes_nothing_and_moves_no_schedule(train, monkeypatch, optimizer):
+    """The weights are those of a run whose bad step never was: its data left out, its rates one step later."""
+    settings = [f"optimizer={optimizer}", "trainer.log_every=1", "schedule=linear", "schedule.warmup_steps=3"]
+    not_finite_at(monkeypatch, 2)
+    run = train("bad", *settings)
+    found = metrics(run)
+    assert [count for _, count in found["optim/skipped_steps"]] == [0, 0, 1, 1, 1, 1]
+    assert all(
+        math.isfinite(v) for values in found.values() for _, v in values if values is not found["optim/grad_norm"]
+    )
+    factors = [1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3]  # the third step is taken back and its rate used again
+    assert [f for _, f in found["optim/lr_factor"]] == pytest.approx(factors)
+    resumed = train("bad2", *settings, "trainer.max_steps=5")
+    assert read_checkpoint(checkpoints(resumed)[-1])["counts"]["skipped"] == 1
+    train("bad2", *settings, "resume=auto")
+    assert metrics(resumed)["optim/skipped_steps"][-1] == (6, 1.0)
+
+
+def test_a_run_that_diverges_stops_with_its_state_and_names_the_last_good_one(command, workdir, monkeypatch):
+    not_finite_at(monkeypatch, *range(3, 100))
+    small = [*SMALL, "trainer.max_steps=50", "trainer.max_skipped=4", "callbacks.keep_checkpoints=9"]
+    result = command("train", *TEXT, *small, "name=mine")
+    assert result.code == 1
+    assert len(result.err.splitlines()) == 1
+    assert "not finite in the last 4 steps" in result.err
+    assert "runs/mine/checkpoints/step-00000007.ckpt" in result.err
+    assert "the last checkpoint before that is runs/mine/checkpoints/step-00000002.ckpt" in result.err
+    saved = read_checkpoint(workdir / "runs/mine/checkpoints/step-00000007.ckpt")
+    assert all(w.isfinite().all() for w in saved["state_dict"].values())
+    monkeypatch.undo()
+
+
+def test_a_time_limit_saves_and_says_how_to_go_on(command, workdir, monkeypatch):
+    small = [*SMALL, "trainer.max_steps=100000", "trainer.max_time=00:00:01", "callbacks.sample_every=0"]
+    result = command("train", *TEXT, *small, "trainer.val_every=100000", "name=mine")
+    assert result.code == 0, result.err
+    step = int(re.search(r"stopped by trainer\.max_time after step (\d+)", result.out)[1])
+    assert read_checkpoint(checkpoints(workdir / "runs/mine")[-1])["global_step"] == step
+    assert "trainer.max_time=00:00:01 name" not in result.out  # a resumed run has another hour
+    assert "resume=runs/mine" in result.out
+
+
+def test_the_best_weights_are_kept(train, command):
+    """A rate that ruins the model after a good start."""
+    schedule = ["schedule=constant", "schedule.warmup_steps=0", "optimizer=adamw", "trainer.val_every=1"]
+    run = train("mine", *schedule, "optimizer.lr=0.5")
+    losses = [loss for _, loss in metrics(run)["val/loss"]]
+    assert min(losses) < losses[-1]
+    best = int(torch.tensor(losses).argmin()) + 1
+    alone = train("alone", *schedule, "optimizer.lr=0.5", f"trainer.max_steps={best}")
+    same(load_file(run / "best.safetensors"), weights(alone))
+    result = command("generate", f"checkpoint={run / 'best.safetensors'}", "max_new_tokens=3")
+    assert result.code == 0, result.err
+
+
+def test_the_moving_average_is_validated_and_saved_and_training_keeps_its_own(train, workdir):
+    settings = ["optimizer=adamw", "schedule=constant", "callbacks.checkpoint_every=1", "callbacks.keep_checkpoints=9"]
+    settings.append("callbacks.ema=0.5")
+    plain = train("plain", *settings, "callbacks.ema=0")
+    run = train("mine", *settings)
+    raw = [load_file_of(checkpoints(plain)[i], "state_dict") for i in range(6)]
+    assert len(raw) == 6
+    average = raw[0]
+    for w in raw[1:]:
+        average = {name: 0.5 * average[name] + 0.5 * w[name] for name in w}
+    same({n.removeprefix("model."): w for n, w in average.items()}, weights(run), atol=1e-6, rtol=1e-5)
+    same(raw[-1], load_file_of(checkpoints(run)[-1], "current_model_state"))
+    # It goes on exactly, further than it was to go at first too.
+    longer = train("longer", *settings, "trainer.max_steps=8")
+    train("mine", *settings, "trainer.max_steps=8", "resume=auto")
+    same(weights(run), weights(longer))
+    assert metrics(run)["val/loss"][0] != metrics(plain)["val/loss"][0]
+
+
+def load_file_of(path, key) -> dict:
+    return read_checkpoint(path)[key]
+
+
+def test_one_checkpoint_can_be_resumed(train):
+    settings = ["callbacks.keep_checkpoints=9"]
+    run = train("mine", *settings)
+    end = weights(run)
+    train("mine", *settings, f"resume={checkpoints(run)[0]}")
+    same(end, weights(run))
