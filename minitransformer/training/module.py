@@ -79,10 +79,7 @@ class LanguageModel(pl.LightningModule):
 
     def training_step(self, batch: Batch, _) -> None:
         settings, optimizer, step = self.settings, self.optimizers(), self.global_step
-        # Dropout is a function of (seed, step, rank), so a resumed run needs to remember nothing of it.
-        torch.manual_seed(
-            np.random.SeedSequence((self.config.seed, step, self.global_rank)).generate_state(1)[0].item()
-        )
+        self._seed_dropout(step)
         factor = rate(self.config.schedule, step - self.skipped, settings.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
@@ -102,6 +99,16 @@ class LanguageModel(pl.LightningModule):
         if batch.state is not None:
             self.trainer.datamodule.stream_state = batch.state
         self._count(nats, batch.step_targets, factor, step + 1)
+
+    def _seed_dropout(self, step: int) -> None:
+        """Dropout is a function of (seed, step, rank), so a resumed run needs to remember nothing of it."""
+        seed = int(np.random.SeedSequence((self.config.seed, step, self.global_rank)).generate_state(1)[0])
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        elif self.device.type == "mps":
+            torch.mps.manual_seed(seed)
+        else:  # torch.manual_seed would take a millisecond to ask for GPUs
+            torch.default_generator.manual_seed(seed)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradient down to `gradient_clip` if it is larger; drop it if it is not finite.
