@@ -1,5 +1,7 @@
 """The commands as a user types them: choices, help, sweeps, and every mistake in one line."""
 
+import json
+import re
 import subprocess
 import sys
 
@@ -8,7 +10,7 @@ import pytest
 from minitransformer import Tokenizer
 from minitransformer.checkpoint import checkpoints
 from minitransformer.cli import config_dir, options
-from tests.conftest import ROOT, SMALL
+from tests.conftest import ROOT, SMALL, sentences
 
 TEXT = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300"]
 
@@ -179,8 +181,24 @@ def test_every_choice_trains(command, workdir, choice):
 
 @pytest.mark.parametrize("experiment", options("experiment"))
 def test_every_experiment_runs_two_steps(command, workdir, experiment):
-    result = command("train", f"experiment={experiment}", "data.files=[book.txt]", "trainer.max_steps=2", "logger=none")
+    """On text that lies where each expects it: the hub's data sets and tokenizers are local folders here."""
+    for name in ("roneneldan/TinyStories", "HuggingFaceFW/fineweb-edu"):
+        (workdir / name).mkdir(parents=True)
+        for part in ("train", "validation"):
+            rows = [json.dumps({"text": sentences(5, seed=i)}) for i in range(60)]
+            (workdir / name / f"{part}.jsonl").write_text("\n".join(rows))
+    (workdir / "gpt2").mkdir()
+    (workdir / "gpt2" / "tokenizer.json").write_text(Tokenizer.bytes().to_json(), encoding="utf-8")
+    own = {
+        "shakespeare_char": ["data.files=[book.txt]"],
+        "names": ["data.files=[book.txt]"],
+        "gpt2_124m": ["data.config=null", "trainer.accumulate=2", "trainer.compile=false"],
+    }
+    small = ["model.n_layers=1", "model.d_model=32", "model.n_heads=4", "model.max_seq_len=64", "data.batch_size=2"]
+    small += ["trainer.max_steps=2", "logger=none", "callbacks.sample_tokens=5"]
+    result = command("train", f"experiment={experiment}", *own.get(experiment, []), *small)
     assert result.code == 0, result.err
+    assert "after" in result.out.splitlines()[-4]
 
 
 def test_a_sweep_has_a_directory_for_each_job(command, workdir):
@@ -229,3 +247,19 @@ def test_public_names():
         assert getattr(minitransformer, name).__doc__
     with pytest.raises(AttributeError, match="magic"):
         _ = minitransformer.magic
+
+
+def test_overfitting_one_batch_brings_the_loss_down(command, workdir):
+    result = command("train", "data=text", "data.files=[book.txt]", "debug=overfit", "tokenizer=byte", "logger=none",
+                     "model.max_seq_len=32", "data.batch_size=4", "trainer.max_steps=60")  # fmt: skip
+    assert result.code == 0, result.err
+    assert "rows      4 of 32 tokens" in result.out
+    assert float(re.findall(r"step 60/60  loss ([\d.]+)", result.out)[0]) < 0.3
+
+
+def test_a_profile_shows_where_time_goes(command, workdir):
+    result = command("train", "data=text", "data.files=[book.txt]", "debug=profile", "tokenizer=byte", "logger=none",
+                     "model.max_seq_len=32", "name=run")  # fmt: skip
+    assert result.code == 0, result.err
+    assert "aten::mm" in result.out
+    assert json.loads((workdir / "runs/run/trace.json").read_text())["traceEvents"]

@@ -24,6 +24,7 @@ class DataConfig:
         for a single text and `hash` for many.
     workers: processes that lay out rows; 0 does it in the training process.
     cache_dir: where tokenised documents are kept (None: `minitransformer` in the user's cache folder).
+    limit_rows: train on the first so many rows alone, to see whether a model can learn them by heart (None: all).
     allow_changed: resume although the data are no longer those that the checkpoint was trained on.
     """
 
@@ -33,11 +34,14 @@ class DataConfig:
     split: str = "auto"
     workers: int = 0
     cache_dir: str | None = None
+    limit_rows: int | None = None
     allow_changed: bool = False
 
     def __post_init__(self) -> None:
         at_least("data.batch_size", self.batch_size, 1)
         at_least("data.workers", self.workers, 0)
+        if self.limit_rows is not None:
+            at_least("data.limit_rows", self.limit_rows, 1)
         choose("data.packing", self.packing, PACKINGS)
         choose("data.split", self.split, SPLITS)
         if not 0 < self.val_fraction < 1:
@@ -108,6 +112,8 @@ class HubConfig(DataConfig):
             raise ValueError("data.split=tail cannot go with data.streaming=true; use hash")
         if self.streaming and self.packing == "concat":
             raise ValueError("data.packing=concat cannot go with data.streaming=true; use best_fit or sequential")
+        if self.streaming and self.limit_rows is not None:
+            raise ValueError(f"data.limit_rows={self.limit_rows} cannot go with data.streaming=true")
         if self.streaming and self.workers > 1:
             raise ValueError(f"data.workers={self.workers} would each read the whole stream; use 0 or 1")
 

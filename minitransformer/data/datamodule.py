@@ -58,7 +58,7 @@ class TextData(pl.LightningDataModule):
 
     def _steps(self, rank: int = 0, ranks: int = 1) -> TrainingSteps:
         config = self.config
-        settings = (self.row_length, config.batch_size, self.seed, config.packing, rank, ranks)
+        settings = (self.row_length, config.batch_size, self.seed, config.packing, config.limit_rows, rank, ranks)
         return TrainingSteps(self.tokens, self.train.documents, *settings)
 
     def held_out_text(self, n_tokens: int) -> str:

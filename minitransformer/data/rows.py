@@ -39,7 +39,7 @@ class TrainingSteps(Dataset):
 
     Rows are drawn without replacement, in a new order each epoch; a step that reaches past an epoch's end goes on
     into the next, so every row comes exactly once an epoch and every step is full. `sequential` rows keep their order;
-    `concat` cuts its rows elsewhere in each epoch.
+    `concat` cuts its rows elsewhere in each epoch. limit: rows in use (None: all).
 
     Raises:
         ValueError: there are fewer rows than ranks, or a step's rows do not divide into them.
@@ -53,13 +53,14 @@ class TrainingSteps(Dataset):
         batch_size: int,
         seed: int,
         packing: str = "best_fit",
+        limit: int | None = None,
         rank: int = 0,
         ranks: int = 1,
     ):
         self.tokens, self.documents, self.row_length, self.packing = tokens, documents, row_length, packing
         self.batch_size, self.seed, self.rank, self.ranks = batch_size, seed, rank, ranks
         self._epoch, self._rows, self._order = -1, pack(documents, row_length, packing), np.zeros(0, np.int64)
-        self.n_rows = len(self._rows)
+        self.n_rows = min(len(self._rows), limit or len(self._rows))
         if batch_size % ranks:
             raise ValueError(f"data.batch_size={batch_size} rows do not divide into {ranks} ranks")
         if self.n_rows < ranks:

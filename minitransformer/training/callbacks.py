@@ -222,6 +222,35 @@ class Sampler(pl.Callback):
         self.console.print(Text("\n".join("  │ " + printable(line) for line in text.split("\n")), style="cyan"))
 
 
+class Profiler(pl.Callback):
+    """torch's profiler around steps 4 to 8: a table in the terminal, and a trace for chrome://tracing or Perfetto."""
+
+    def __init__(self, directory: RunDirectory, console: Console):
+        self.directory, self.console = directory, console
+        schedule = torch.profiler.schedule(wait=2, warmup=1, active=5, repeat=1)
+        self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self.show, acc_events=True)
+
+    def show(self, profiler: torch.profiler.profile) -> None:
+        assert self.directory.path is not None
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.console.print(profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=15))
+        path = self.directory.path / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        self.console.print(f"the whole trace is in {path}; open it in https://ui.perfetto.dev")
+
+    def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        if trainer.is_global_zero:
+            self.profiler.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, outputs, batch, batch_idx: int) -> None:
+        if trainer.is_global_zero:
+            self.profiler.step()
+
+    def on_train_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        if trainer.is_global_zero:
+            self.profiler.stop()
+
+
 def printable(text: str) -> str:
     """The text with control characters shown as escapes: a model may write any of them."""
     return "".join(c if c.isprintable() else " " * 4 if c == "\t" else ascii(c)[1:-1] for c in text)

@@ -156,6 +156,7 @@ class TrainerConfig:
     max_skipped: a step whose loss or gradient is not finite changes nothing; after this many in a row the run stops.
     val_every, log_every: in steps (validation also runs at the end).
     threads: CPU threads for torch (None: torch decides).
+    profile: print where the time of steps 4 to 8 goes, and keep their trace.
     """
 
     max_steps: int = 1000
@@ -176,6 +177,7 @@ class TrainerConfig:
     val_every: int = 250
     log_every: int = 10
     threads: int | None = None
+    profile: bool = False
 
     def __post_init__(self) -> None:
         whole = ("max_steps", "accumulate", "devices", "nodes", "checkpoint_blocks", "max_skipped")

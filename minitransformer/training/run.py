@@ -44,6 +44,7 @@ from minitransformer.training.callbacks import (
     Checkpointer,
     Interrupted,
     MovingAverage,
+    Profiler,
     RunDirectory,
     Sampler,
 )
@@ -179,6 +180,8 @@ def make_callbacks(
     sampler = Sampler(directory, config, console, model, data)  # refuses a wrong prompt before work
     if config.callbacks.sample_every:
         callbacks.append(sampler)
+    if config.trainer.profile:
+        callbacks.append(Profiler(directory, console))
     callbacks.append(Checkpointer(directory, config, console))
     if config.callbacks.ema:
         callbacks.append(MovingAverage(decay=config.callbacks.ema))

@@ -152,7 +152,9 @@ def peer() -> None:
         tokens = n * shape["rows"] * shape["max_seq_len"]
         speeds = ", ".join(f"{way} {tokens / seconds:,.0f}" for way, seconds in times.items())
         best = min(times["peer"], times["peer compiled"])
-        print(f"{name}: {best / min(times['ours'], times['ours compiled']):.2f} times the peer's best; tokens/s: {speeds}")
+        print(
+            f"{name}: {best / min(times['ours'], times['ours compiled']):.2f} times the peer's best; tokens/s: {speeds}"
+        )
 
 
 def loop() -> None:
