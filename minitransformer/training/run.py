@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from minitransformer.checkpoint import (
+    BEST_FILE,
     HEADER,
     MODEL_FILE,
     CheckpointError,
@@ -333,7 +334,9 @@ def _closing(console: Console, run: Path, module: LanguageModel, seconds: float)
         style="bold green",
     )
     console.print(f"  {run / MODEL_FILE}   the model, its config and its tokenizer")
-    console.print(f"  {run / 'checkpoints'}   to resume from;  {run / 'samples.txt'}   the samples")
+    console.print(f"  {run / BEST_FILE}   those with the lowest validation loss")
+    samples = f";  {run / 'samples.txt'}   the samples" if (run / "samples.txt").exists() else ""
+    console.print(f"  {run / 'checkpoints'}   to resume from{samples}")
     script = Path(sys.argv[0])
     installed = script.suffix != ".py"
     generate = "minitransformer-generate" if installed else f"python {script.with_name('generate.py')}"

@@ -381,3 +381,32 @@ def test_one_checkpoint_can_be_resumed(train):
     end = weights(run)
     train("mine", *settings, f"resume={checkpoints(run)[0]}")
     same(end, weights(run))
+
+
+@pytest.fixture(scope="module")
+def plain_losses():
+    return {}
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_way_to_make_a_step_makes_the_same_step(
+    train, plain_losses, precision, checkpointing, accumulate, compiled
+):
+    """Losses of four steps against the plain ones in fp32; ranks are in test_ranks."""
+    if compiled and accumulate > 1:
+        return  # each alone is asserted; together they only repeat the same graph
+    settings = ["optimizer=adamw", "trainer.log_every=1", "trainer.max_steps=4", "data.batch_size=6"]
+    settings += ["callbacks.sample_every=0", "callbacks.checkpoint_every=0"]
+    if not plain_losses:
+        plain_losses.update(metrics(train("plain", *settings)))
+    run = train(
+        "other", *settings, f"trainer.precision={precision}", f"trainer.gradient_checkpointing={checkpointing}",
+        f"trainer.accumulate={accumulate}", f"trainer.compile={compiled}".lower(),
+    )  # fmt: skip
+    tolerance = {"32": 1e-4, "bf16-mixed": 3e-3, "bf16-true": 2e-2}[precision]
+    for name in ("train/loss", "val/loss"):
+        found = [value for _, value in metrics(run)[name]]
+        assert found == pytest.approx([value for _, value in plain_losses[name]], rel=tolerance), name
