@@ -15,6 +15,8 @@ _HOME = {
     "Tokenizer": "data.tokenizer",
     "load": "checkpoint",
     "generate": "generation.generate",
+    "generate_all": "generation.generate",
+    "score": "generation.generate",
 }
 
 __all__ = list(_HOME)

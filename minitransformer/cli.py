@@ -48,6 +48,10 @@ EXAMPLES = {
     "generate": """\
   {command} prompt="def "                           from the newest run
   {command} checkpoint=runs/NAME temperature=0.9    from another
+  {command} prompt="Once" num_samples=3 top_k=50    three texts
+  {command} prompt_file=prompts.txt output=json     a prompt a line; an object a line
+  {command} prompt="A text." score=true             how likely the model finds it
+  {command} interactive=true                        ask for prompts
   {command} --cfg job                               print the composed config""",
 }
 
@@ -81,7 +85,7 @@ def generate() -> None:
     """The command `generate.py`, or `minitransformer-generate`."""
 
     def job(config: GenerateConfig, hydra: Any) -> None:
-        from minitransformer.generation.generate import run
+        from minitransformer.generation.run import run
 
         run(config)
 

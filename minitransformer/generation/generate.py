@@ -1,133 +1,239 @@
-"""Text from a model: one prefill of the prompt, then one cached step a token."""
+"""Text from a model: one prefill of the prompts, then one cached step a token."""
 
-import sys
+import codecs
+import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minitransformer.data.tokenizer import Tokenizer
-from minitransformer.generation.config import GenerateConfig, check_sampling
-from minitransformer.generation.sampling import sample
+from minitransformer.generation.sampling import Sampling, adjust, sample
+from minitransformer.model.cache import KVCache
 from minitransformer.model.transformer import Transformer
 
 
-def fitting(model: Transformer, prompt_length: int, max_new_tokens: int | None) -> int:
-    """How many tokens to make after a prompt of `prompt_length` ids, its start token among them."""
+@dataclass
+class Continuation:
+    """What a prompt was continued with.
+
+    tokens, log_probs: ids, the end token among them, and how likely the model itself found each.
+    finish: end (the model ended the document) | stop (a stop text came) | length | time.
+    """
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    log_probs: list[float]
+    finish: str
+
+
+def fitting(model: Transformer, prompt_length: int, max_new_tokens: int | None, overflow: str = "error") -> int | None:
+    """How many tokens to make after a prompt of `prompt_length` ids, its start token among them (None: without end).
+
+    Raises:
+        ValueError: more than the model holds, and `overflow` does not allow it.
+    """
     limit = model.config.max_seq_len
-    if prompt_length > limit:
+    if overflow == "extend" and not model.position.extends:
+        raise ValueError(
+            f"overflow=extend: model.position={model.config.position} ends at max_seq_len={limit}; use slide"
+        )
+    if overflow != "error" and max_new_tokens is not None:
+        return max_new_tokens
+    if prompt_length > limit and overflow == "error":
         raise ValueError(f"the prompt has {prompt_length} tokens with its start token; the model holds {limit}")
+    if overflow == "slide":
+        return None
     # The last token made is never read, so one more than the model holds can be written.
-    room = limit - prompt_length + 1
+    room = max(1, limit - prompt_length + 1)
     if max_new_tokens is None:
         return room
     if max_new_tokens > room:
         raise ValueError(
             f"a prompt of {prompt_length} tokens and max_new_tokens={max_new_tokens} are more than the model's "
-            f"max_seq_len={limit}; at most {room} fit"
+            f"max_seq_len={limit}; at most {room} fit (overflow=slide goes on)"
         )
     return max_new_tokens
 
 
+class Row:
+    """One continuation as it grows: ids become text in whole characters, and stop texts are found across tokens."""
+
+    def __init__(self, prompt: str, ids: list[int], tokenizer: Tokenizer, stop: list[str]):
+        self.prompt, self.prompt_ids, self.tokenizer, self.stop = prompt, ids, tokenizer, stop
+        self.text, self.tokens, self.log_probs, self.finish = "", [], [], ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._shown = 0
+        self._longest = max(map(len, stop), default=1)
+
+    def add(self, token: int, log_prob: float) -> None:
+        """Take a token in; sets `finish` where it ends the text."""
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        ended = token == self.tokenizer.boundary
+        before = len(self.text)
+        self.text += self._decoder.decode(self.tokenizer.token_bytes[token], final=ended)
+        if not self._cut(before) and ended:
+            self.finish = "end"
+
+    def end(self, why: str) -> None:
+        """No token comes any more."""
+        if not self.finish:
+            before = len(self.text)
+            self.text += self._decoder.decode(b"", final=True)
+            if not self._cut(before):
+                self.finish = why
+
+    def _cut(self, before: int) -> bool:
+        """End the text where the first stop text begins, if one has come since it was `before` characters long."""
+        found = [self.text.find(stop, max(0, before - self._longest + 1)) for stop in self.stop]
+        places = [place for place in found if place >= 0]
+        if places:
+            self.text, self.finish = self.text[: min(places)], "stop"
+        return bool(places)
+
+    def fresh(self) -> str:
+        """What can be shown since it was asked last: not what may still turn out to begin a stop text."""
+        end = len(self.text)
+        if not self.finish:
+            begun = (
+                n for n in range(min(self._longest - 1, end), 0, -1) for s in self.stop if s.startswith(self.text[-n:])
+            )
+            end -= next(begun, 0)
+        text, self._shown = self.text[self._shown : end], max(self._shown, end)
+        return text
+
+    def result(self) -> Continuation:
+        return Continuation(self.prompt, self.text, self.tokens, self.log_probs, self.finish)
+
+
+def _read(model: Transformer, rows: list[list[int]], boundary: int, length: int) -> tuple[KVCache, Tensor]:
+    """A cache with room for `length` tokens that has read the rows, left-padded, and the features of their last."""
+    device, longest = model.embedding.weight.device, max(map(len, rows))
+    tokens = torch.tensor([[boundary] * (longest - len(ids)) + ids for ids in rows], device=device)
+    padding = torch.tensor([longest - len(ids) for ids in rows], device=device)
+    positions = (torch.arange(longest, device=device) - padding[:, None]).clamp(min=-1)
+    cache = model.new_cache(len(rows), length)
+    return cache, model.features(tokens, positions, cache)[0][:, -1]
+
+
 @torch.inference_mode()
-def generate_ids(
-    model: Transformer,
-    prompts: list[list[int]],
-    n_new: int,
-    boundary: int,
-    vocab_size: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int | None = None,
-) -> Iterator[Tensor]:
-    """Yield (B,) ids, one column after another; a row that has ended goes on with `boundary`.
-
-    prompts: ids of each row, its start token first; rows may differ in length. vocab_size: ids that may be drawn.
-    seed: row i draws from a generator seeded with seed + i (None: from the clock).
-    """
-    device = model.embedding.weight.device
-    generators = [torch.Generator(device) for _ in prompts]
-    for row, generator in enumerate(generators):
-        generator.seed() if seed is None else generator.manual_seed(seed + row)
-    length = max(map(len, prompts))
-    tokens = torch.tensor([[boundary] * (length - len(p)) + p for p in prompts], device=device)
-    padding = torch.tensor([length - len(p) for p in prompts], device=device)
-    positions = (torch.arange(length, device=device) - padding[:, None]).clamp(min=-1)
-    cache = model.new_cache(len(prompts), length + n_new - 1)
-    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    x = model.features(tokens, positions, cache)[0]
-    for made in range(1, n_new + 1):
-        logits = model.logits(x[:, -1])[:, :vocab_size]  # an embedding may be padded past the tokenizer
-        new = sample(logits, temperature, top_k, top_p, generators).masked_fill(ended, boundary)
-        ended |= new == boundary
-        yield new
-        if made == n_new or bool(ended.all()):
-            return
-        x = model.features(new[:, None], cache=cache)[0]
-
-
-def stream(
-    model: Transformer, tokenizer: Tokenizer, prompt: str, max_new_tokens: int | None = None, **sampling
-) -> Iterator[str]:
-    """The continuation of one prompt as it is made, in whole characters. `sampling` as in `generate_ids`."""
-    ids = [tokenizer.boundary, *tokenizer.encode(prompt)]
-    n_new = fitting(model, len(ids), max_new_tokens)
-    columns = generate_ids(model, [ids], n_new, tokenizer.boundary, tokenizer.vocab_size, **sampling)
-    return tokenizer.decode_stream(column.item() for column in columns)
-
-
-def generate(
+def generate_rows(
     model: Transformer,
     tokenizer: Tokenizer,
     prompts: list[str],
-    max_new_tokens: int | None = None,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    max_new_tokens: int | None,
+    sampling: Sampling,
     seed: int | None = None,
+    num_samples: int = 1,
+    stop: list[str] | None = None,
+    max_seconds: float | None = None,
+    overflow: str = "error",
+) -> Iterator[list[Row]]:
+    """Yield all rows, `num_samples` for each prompt, after every token; they are finished when it ends.
+
+    Row i draws from a generator seeded with seed + i (None: from the clock), so it does not depend on the others.
+
+    Raises:
+        ValueError: a prompt is too long, or has characters that the tokenizer does not know.
+    """
+    sampling.check(tokenizer.vocab_size)
+    deadline = time.monotonic() + (float("inf") if max_seconds is None else max_seconds)
+    ids = [[tokenizer.boundary, *tokenizer.encode(prompt)] for prompt in prompts]
+    n_new = fitting(model, max(map(len, ids)), max_new_tokens, overflow)
+    limit = model.config.max_seq_len
+    rows = [Row(p, i, tokenizer, stop or []) for p, i in zip(prompts, ids, strict=True) for _ in range(num_samples)]
+    generators = [torch.Generator() for _ in rows]
+    for number, generator in enumerate(generators):
+        generator.seed() if seed is None else generator.manual_seed(seed + number)
+
+    if overflow == "slide":
+        ids = [i[-limit:] for i in ids]
+    room = limit if overflow == "slide" else max(map(len, ids)) + (n_new or 1) - 1
+    cache, last = _read(model, ids, tokenizer.boundary, room)
+    if num_samples > 1:
+        cache.repeat(num_samples)
+        last = last.repeat_interleave(num_samples, 0)
+    made = 0
+    while True:
+        logits = model.logits(last)[:, : tokenizer.vocab_size]  # an embedding may be padded past the tokenizer
+        adjusted = adjust(logits, sampling, [row.prompt_ids for row in rows], [row.tokens for row in rows])
+        uniform = torch.cat([torch.rand(1, generator=generator) for generator in generators]).to(logits.device)
+        new = sample(adjusted, sampling, uniform)
+        log_probs = logits.float().gather(-1, new[:, None])[:, 0] - logits.float().logsumexp(-1)
+        made += 1
+        for row, token, log_prob in zip(rows, new.tolist(), log_probs.tolist(), strict=True):
+            if not row.finish:
+                row.add(token, log_prob)
+                if made == n_new:
+                    row.end("length")
+                elif time.monotonic() > deadline:
+                    row.end("time")
+        yield rows
+        if all(row.finish for row in rows):
+            return
+        if overflow == "slide" and cache.length == limit:
+            # Full: the newest half of each row is read again, as if the text had begun there.
+            kept = [(row.prompt_ids + row.tokens)[-max(1, limit // 2) :] for row in rows]
+            cache, last = _read(model, kept, tokenizer.boundary, limit)
+        else:
+            last = model.features(new[:, None], cache=cache)[0][:, -1]
+
+
+def stream(
+    model: Transformer, tokenizer: Tokenizer, prompt: str, max_new_tokens: int | None = None, **settings
+) -> Iterator[str]:
+    """The continuation of one prompt as it is made, in whole characters. `settings` as in `generate`."""
+    for (row,) in _rows(model, tokenizer, [prompt], max_new_tokens, **settings):
+        if piece := row.fresh():
+            yield piece
+
+
+def _rows(model, tokenizer, prompts, max_new_tokens, **settings) -> Iterator[list[Row]]:
+    names = Sampling.__dataclass_fields__
+    sampling = Sampling(**{name: settings.pop(name) for name in list(settings) if name in names})
+    return generate_rows(model, tokenizer, prompts, max_new_tokens, sampling, **settings)
+
+
+def generate_all(
+    model: Transformer, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int | None = None, **settings
+) -> list[Continuation]:
+    """As `generate`, with tokens, log-probabilities and the reason of each text's end."""
+    if not prompts:
+        return []
+    *_, rows = _rows(model, tokenizer, prompts, max_new_tokens, **settings)
+    return [row.result() for row in rows]
+
+
+def generate(
+    model: Transformer, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int | None = None, **settings
 ) -> list[str]:
-    """Continue each prompt; returns the texts without their prompts.
+    """Continue each prompt; returns the texts without their prompts, `num_samples` for each in turn.
 
     Args:
         max_new_tokens: tokens for each at most; a text also ends where the model ends the document.
             None: as many as the model still holds after the longest prompt.
-        temperature, top_k, top_p: see `GenerateConfig`.
-        seed: the same seed makes the same texts, whatever other prompts are in the batch behind it.
+        settings: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+            no_repeat_ngram, logit_bias, banned (see `Sampling`); stop, num_samples, max_seconds, overflow, seed (see
+            `GenerateConfig`). The same seed makes the same texts, whatever other prompts are in the batch behind it.
 
     Raises:
         ValueError: a setting is out of range, or a prompt is too long for the model.
     """
-    check_sampling(temperature, top_k, top_p)
-    if not prompts:
-        return []
-    ids = [[tokenizer.boundary, *tokenizer.encode(prompt)] for prompt in prompts]
-    n_new = fitting(model, max(map(len, ids)), max_new_tokens)
-    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    columns = generate_ids(model, ids, n_new, tokenizer.boundary, tokenizer.vocab_size, **sampling)
-    return [tokenizer.decode(row) for row in torch.stack(list(columns), dim=1).tolist()]
+    return [found.text for found in generate_all(model, tokenizer, prompts, max_new_tokens, **settings)]
 
 
-def run(config: GenerateConfig) -> None:
-    """What generate.py does: text to standard output as it is made, all else to standard error."""
-    from minitransformer.checkpoint import latest_run, load
-    from minitransformer.device import choose_device
+@torch.inference_mode()
+def score(model: Transformer, tokenizer: Tokenizer, text: str) -> Continuation:
+    """How likely a text is as a whole document, its end among it: its tokens and the log-probability of each.
 
-    path = latest_run(Path(config.runs_dir)) if config.checkpoint is None else config.checkpoint
-    model, tokenizer = load(path, choose_device(config.device), say=lambda line: print(line, file=sys.stderr))
-    pieces = stream(
-        model,
-        tokenizer,
-        config.prompt,
-        config.max_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=config.seed,
-    )
-    print(f"{path}:", file=sys.stderr, flush=True)
-    print(config.prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print(flush=True)
+    Raises:
+        ValueError: it is longer than the model holds.
+    """
+    ids = [tokenizer.boundary, *tokenizer.encode(text), tokenizer.boundary]
+    tokens = torch.tensor([ids], device=model.embedding.weight.device)
+    log_probs = model(tokens[:, :-1])[0, :, : tokenizer.vocab_size].float().log_softmax(-1)
+    found = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
+    return Continuation("", text, ids[1:], found.tolist(), "end")

@@ -67,6 +67,13 @@ class KVCache:
         buffers = [*self.keys, *self.values, *self.positions.values()]
         return sum(b.data.nbytes for b in buffers) + sum(s.nbytes for s in self.states if s is not None)
 
+    def repeat(self, times: int) -> None:
+        """Let each row be followed by copies of itself, `times` in all, for several continuations of one prompt."""
+        for buffer in (*self.keys, *self.values, *self.positions.values()):
+            buffer.data = buffer.data.repeat_interleave(times, 0)
+        self.states = [None if state is None else state.repeat_interleave(times, 0) for state in self.states]
+        self.last = self.last.repeat_interleave(times, 0)
+
     def append_positions(self, positions: Tensor | None, n_tokens: int) -> dict[int, Tensor]:
         """Note the positions of the coming tokens, (B, T) (None: each row goes on by one).
 

@@ -1,6 +1,5 @@
 """Norms, the feed-forward, and the block that joins them to attention."""
 
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -61,7 +60,6 @@ KEPT += [getattr(aten, name).default for name in (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )]  # fmt: skip
-KEEP_PRODUCTS = partial(create_selective_checkpoint_contexts, KEPT)
 
 
 class Block(nn.Module):
@@ -91,8 +89,10 @@ class Block(nn.Module):
         """(B, T, d_model) -> (B, T, d_model), and the attention weights if asked for."""
         if self.recompute == "none" or not self.training:
             return self._forward(x, visibility, **attention)
-        contexts = {"full": lambda: (nullcontext(), nullcontext()), "selective": KEEP_PRODUCTS}[self.recompute]
-        return checkpoint(self._forward, x, visibility, use_reentrant=False, context_fn=contexts, **attention)
+        if self.recompute == "full":
+            return checkpoint(self._forward, x, visibility, use_reentrant=False, **attention)
+        keep = partial(create_selective_checkpoint_contexts, KEPT)
+        return checkpoint(self._forward, x, visibility, use_reentrant=False, context_fn=keep, **attention)
 
     def _forward(self, x: Tensor, visibility: Visibility, **attention) -> tuple[Tensor, Tensor | None]:
         if self.placement == "post":

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from minitransformer import ModelConfig, Tokenizer, Transformer, generate
-from minitransformer.generation.generate import stream
-from minitransformer.generation.sampling import keep_top_k, keep_top_p, sample
+from minitransformer import ModelConfig, Tokenizer, Transformer, generate, generate_all, score
+from minitransformer.generation.generate import Row, stream
 from minitransformer.model.config import POSITIONS, AttentionConfig
 from tests.conftest import sentences
 
 TOKENIZER = Tokenizer.train_bpe([sentences(300)], 300)
+BYTES = Tokenizer.bytes()
 
 
 def make(position="rotary", vocab_size=TOKENIZER.vocab_size, **settings) -> Transformer:
@@ -87,37 +89,108 @@ def test_a_model_writes_until_it_is_full():
 
 @pytest.mark.parametrize(("settings", "words"), [
     (dict(temperature=-1), "temperature=-1"), (dict(temperature=float("nan")), "temperature=nan"),
-    (dict(top_p=0), "top_p=0"), (dict(top_p=1.5), "top_p=1.5"), (dict(top_k=-1), "top_k=-1"),
+    (dict(min_p=2), "min_p=2"), (dict(repetition_penalty=0), "repetition_penalty=0"), (dict(banned=[999]), "id 999"),
+    (dict(no_repeat_ngram=-1), "no_repeat_ngram=-1"), (dict(banned=range(300)), "no token is left"),
+    (dict(overflow="extend"), "rotary|max_seq_len"), (dict(top_p=0), "top_p=0"),
+    (dict(top_p=1.5), "top_p=1.5"),
+    (dict(top_k=-1), "top_k=-1"),
 ], ids=str)  # fmt: skip
 def test_wrong_sampling_is_named(settings, words):
     with pytest.raises(ValueError, match=words):
-        generate(make(), TOKENIZER, ["Ann"], 5, **settings)
+        generate(make("learned"), TOKENIZER, ["Ann"], 5, **settings)
 
 
-@pytest.mark.parametrize("k", [1, 3, 7, 20, 50])
-def test_top_k_equals_transformers(k):
-    from transformers import TopKLogitsWarper
-
-    logits = torch.randn(4, 20)
-    assert torch.equal(keep_top_k(logits, k), TopKLogitsWarper(k)(None, logits))
-    assert torch.equal(keep_top_k(logits, 0), logits)
-
-
-@pytest.mark.parametrize("p", [0.01, 0.3, 0.9, 0.999, 1.0])
-def test_top_p_equals_transformers(p):
-    from transformers import TopPLogitsWarper
-
-    logits = torch.randn(4, 20) * 3
-    expected = logits if p == 1 else TopPLogitsWarper(p)(None, logits)
-    assert torch.equal(keep_top_p(logits, p), expected)
+@pytest.mark.parametrize("position", ["rotary", "learned", "alibi"])
+def test_samples_of_a_prompt_share_a_prefill_and_are_those_of_rows_of_their_own(position):
+    model = make(position)
+    shared = generate(model, TOKENIZER, PROMPTS, 12, seed=3, num_samples=2)
+    apart = generate(model, TOKENIZER, [p for p in PROMPTS for _ in range(2)], 12, seed=3)
+    assert shared == apart
+    assert len(set(shared)) > 3
 
 
-def test_samples_follow_the_distribution():
-    """Chi-square over 6 tokens at temperature 0.5: below the 0.1 % point of 5 degrees of freedom, 20.5."""
-    logits = torch.tensor([0.0, 0.5, 1.0, -1.0, 0.2, float("-inf")])
-    n = 5000
-    draws = sample(logits.expand(n, -1), 0.5, 0, 1.0, [torch.Generator().manual_seed(0)] * n)
-    expected = (logits / 0.5).softmax(-1) * n
-    counts = draws.bincount(minlength=6)
-    assert counts[5] == 0
-    assert ((counts - expected)[:5].square() / expected[:5]).sum() < 20.5
+def test_tokens_and_log_probabilities_are_those_of_the_model():
+    model = make()
+    found = generate_all(model, TOKENIZER, PROMPTS, 15, temperature=1.3, top_k=20, seed=0)
+    for prompt, row in zip(PROMPTS, found, strict=True):
+        ids = [TOKENIZER.boundary, *TOKENIZER.encode(prompt), *row.tokens]
+        log_probs = model(torch.tensor([ids]))[0].log_softmax(-1)
+        start = len(ids) - len(row.tokens)
+        expected = [log_probs[i - 1, ids[i]].item() for i in range(start, len(ids))]
+        assert row.log_probs == pytest.approx(expected, abs=1e-4)
+        assert row.prompt == prompt
+        assert row.text == TOKENIZER.decode(row.tokens)
+        assert row.finish == ("end" if row.tokens[-1] == TOKENIZER.boundary else "length")
+
+
+def test_a_score_is_the_log_probability_of_a_whole_document():
+    model = make()
+    found = score(model, TOKENIZER, "Ann sees the owl 🦉.")
+    ids = [TOKENIZER.boundary, *TOKENIZER.encode("Ann sees the owl 🦉."), TOKENIZER.boundary]
+    log_probs = model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+    assert found.tokens == ids[1:]
+    assert found.log_probs == pytest.approx([log_probs[i, t].item() for i, t in enumerate(ids[1:])], abs=1e-5)
+    with pytest.raises(ValueError, match="max_seq_len=64"):
+        score(model, TOKENIZER, "Ann sees the cat.\n" * 40)
+
+
+TEXT = st.text(alphabet="ab李🦉 é", max_size=30)
+
+
+@settings(max_examples=500, deadline=None)
+@given(TEXT, st.lists(st.text(alphabet="ab李🦉", min_size=1, max_size=4), max_size=3), st.booleans())
+def test_stop_texts_are_found_across_tokens_and_nothing_is_shown_twice_or_too_soon(text, stop, ends):
+    """One byte a token: every border that there can be."""
+    row = Row("", [], BYTES, stop)
+    shown = []
+    for token in [*BYTES.encode(text), *([BYTES.boundary] if ends else [])]:
+        row.add(token, 0.0)
+        shown.append(row.fresh())
+        if row.finish:
+            break
+    row.end("length")
+    shown.append(row.fresh())
+    places = [text.find(s) for s in stop if s in text]
+    expected = text[: min(places)] if places else text
+    # Where two stop texts overlap, the one that is complete first ends the text.
+    first = min((text.find(s) + len(s), text.find(s)) for s in stop if s in text)[1] if places else None
+    assert row.text in (expected, text[:first])
+    assert "".join(shown) == row.text
+    assert row.finish == ("stop" if places else "end" if ends else "length")
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_sliding_goes_on_past_the_end(position):
+    model = make(position)
+    found = generate_all(model, TOKENIZER, PROMPTS, 150, temperature=0, overflow="slide", banned=[TOKENIZER.boundary])
+    for prompt, row in zip(PROMPTS, found, strict=True):
+        assert len(row.tokens) == 150
+        ids = [TOKENIZER.boundary, *TOKENIZER.encode(prompt)]
+    # By hand, for the longest prompt, whose row has no padding: from the newest half when 64 are full.
+    ids = [TOKENIZER.boundary, *TOKENIZER.encode(PROMPTS[-1])]
+    seen = list(ids)
+    for token in found[-1].tokens:
+        logits = model(torch.tensor([seen]))[0, -1, : TOKENIZER.vocab_size]
+        logits[TOKENIZER.boundary] = float("-inf")
+        assert logits.argmax() == token
+        ids.append(token)
+        seen = [*seen, token] if len(seen) < 64 else ids[-32:]
+
+
+def test_encodings_that_reach_further_go_on():
+    model = make("alibi")
+    found = generate_all(model, TOKENIZER, ["Ann"], 100, temperature=0, overflow="extend", banned=[TOKENIZER.boundary])
+    ids = [TOKENIZER.boundary, *TOKENIZER.encode("Ann")]
+    for token in found[0].tokens:
+        logits = model(torch.tensor([ids]))[0, -1, : TOKENIZER.vocab_size]
+        logits[TOKENIZER.boundary] = float("-inf")
+        assert logits.argmax() == token
+        ids.append(token)
+
+
+def test_a_time_limit_ends_every_row():
+    found = generate_all(
+        make(), TOKENIZER, PROMPTS, 10**6, overflow="slide", max_seconds=0.2, banned=[TOKENIZER.boundary]
+    )
+    assert {row.finish for row in found} == {"time"}
+    assert all(row.tokens for row in found)

@@ -1,0 +1,131 @@
+"""What generate.py does: text to standard output as it is made, all else to standard error."""
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from minitransformer.checkpoint import latest_run, load
+from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.device import choose_device
+from minitransformer.generation.config import GenerateConfig
+from minitransformer.generation.generate import Continuation, Row, generate_rows, score
+from minitransformer.generation.sampling import Sampling
+from minitransformer.model.transformer import Transformer
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run(config: GenerateConfig) -> None:
+    """Generate, or score, as `config` says.
+
+    Raises:
+        ValueError: the checkpoint, a prompt or a setting is wrong.
+    """
+    prompts = [config.prompt] if config.prompt_file is None else read_prompts(config.prompt_file)
+    path = latest_run(Path(config.runs_dir)) if config.checkpoint is None else config.checkpoint
+    model, tokenizer = load(path, choose_device(config.device), say=say)
+    say(f"{path}:")
+    if config.interactive:
+        for prompt in asked():
+            show(config, model, tokenizer, [prompt])
+    elif config.score:
+        for prompt in prompts:
+            show_score(score(model, tokenizer, prompt), tokenizer, config.output)
+    else:
+        show(config, model, tokenizer, prompts)
+
+
+def read_prompts(name: str) -> list[str]:
+    """One prompt a line of a file, or of standard input for `-`."""
+    if name == "-":
+        text = sys.stdin.read()
+    elif not Path(name).is_file():
+        raise ValueError(f"prompt_file={name} does not exist (looked in {Path.cwd()})")
+    else:
+        try:
+            text = Path(name).read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"prompt_file={name} is not UTF-8: byte at offset {error.start}") from None
+    prompts = text.splitlines()
+    if not prompts:
+        raise ValueError(f"prompt_file={name} holds no prompt")
+    return prompts
+
+
+def asked() -> Iterator[str]:
+    """Prompts from the terminal, with the arrow keys' history, until an empty line or its end."""
+    with contextlib.suppress(ImportError):  # on Windows
+        import readline  # noqa: F401  gives `input` its history
+    while True:
+        try:
+            prompt = input("prompt> ")
+        except EOFError:
+            return
+        if not prompt:
+            return
+        yield prompt
+
+
+def show(config: GenerateConfig, model: Transformer, tokenizer: Tokenizer, prompts: list[str]) -> None:
+    """Print the continuations: one as it grows, many when they are done."""
+    sampling = Sampling(**{f.name: getattr(config, f.name) for f in fields(Sampling)})
+    begin = time.perf_counter()
+    steps = generate_rows(
+        model, tokenizer, prompts, config.max_new_tokens, sampling, config.seed, config.num_samples, config.stop,
+        config.max_seconds, config.overflow,
+    )  # fmt: skip
+    single = len(prompts) * config.num_samples == 1 and config.output == "text"
+    rows: list[Row] = []
+    try:
+        for rows in steps:
+            if single:
+                before = rows[0].prompt if len(rows[0].tokens) == 1 else ""
+                print(before + rows[0].fresh(), end="", flush=True)
+    except KeyboardInterrupt:
+        for row in rows:
+            row.end("interrupted")
+        if single:
+            print(rows[0].fresh() if rows else "", flush=True)
+        else:
+            show_all(config, rows)
+        raise
+    if single:
+        print(flush=True)
+    else:
+        show_all(config, rows)
+    made, seconds = sum(len(row.tokens) for row in rows), time.perf_counter() - begin
+    say(f"{made} tokens, {made / seconds:,.0f} a second")
+
+
+def show_all(config: GenerateConfig, rows: list[Row]) -> None:
+    for number, row in enumerate(rows):
+        if config.output == "json":
+            print(json.dumps(asdict(row.result()), ensure_ascii=False), flush=True)
+        else:
+            print(f"{chr(10) if number else ''}--- {number + 1} ---\n{row.prompt}{row.text}", flush=True)
+
+
+def show_score(found: Continuation, tokenizer: Tokenizer, output: str) -> None:
+    total, n_bytes = sum(found.log_probs), len(found.text.encode())
+    summary = {
+        "log_prob": total,
+        "perplexity": math.exp(-total / len(found.tokens)),
+        "bits_per_byte": -total / math.log(2) / n_bytes if n_bytes else None,
+    }
+    if output == "json":
+        print(json.dumps({"text": found.text, "tokens": found.tokens, "log_probs": found.log_probs} | summary))
+        return
+    for token, log_prob in zip(found.tokens, found.log_probs, strict=True):
+        print(
+            f"{log_prob:9.4f}  {tokenizer.decode([token])!r}"
+            if token != tokenizer.boundary
+            else f"{log_prob:9.4f}  end"
+        )
+    print("  ".join(f"{name} {value:.4f}" for name, value in summary.items() if value is not None))
