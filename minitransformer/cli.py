@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ def refuse_unknown(config: Any, name: str, prefix: str = "") -> None:
         if key not in known:
             raise ValueError(unknown_key(f"{prefix}{key}", name))
         node = config._get_node(key)
-        if isinstance(node, DictConfig) and not node._is_none():
+        if isinstance(node, DictConfig) and not node._is_none() and is_dataclass(OmegaConf.get_type(node)):
             refuse_unknown(node, name, f"{prefix}{key}.")
 
 

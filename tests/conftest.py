@@ -9,6 +9,7 @@ from types import SimpleNamespace
 # Set before anything imports these libraries: no network, no questions, no thread fights.
 os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.pop("WANDB_API_KEY", None)
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and threads of several would wait for each other
 
 import pytest
 

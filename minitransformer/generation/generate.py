@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from minitransformer.data.tokenizer import Tokenizer
-from minitransformer.generation.sampling import Sampling, adjust, sample
+from minitransformer.generation.config import Sampling
+from minitransformer.generation.sampling import adjust, sample
 from minitransformer.model.cache import KVCache
 from minitransformer.model.transformer import Transformer
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from minitransformer.checkpoint import latest_run, load
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.device import choose_device
-from minitransformer.generation.config import GenerateConfig
+from minitransformer.generation.config import GenerateConfig, Sampling
 from minitransformer.generation.generate import Continuation, Row, generate_rows, score
-from minitransformer.generation.sampling import Sampling
 from minitransformer.model.transformer import Transformer
 
 
@@ -31,7 +30,6 @@ def run(config: GenerateConfig) -> None:
     prompts = [config.prompt] if config.prompt_file is None else read_prompts(config.prompt_file)
     path = latest_run(Path(config.runs_dir)) if config.checkpoint is None else config.checkpoint
     model, tokenizer = load(path, choose_device(config.device), say=say)
-    say(f"{path}:")
     if config.interactive:
         for prompt in asked():
             show(config, model, tokenizer, [prompt])
@@ -39,7 +37,7 @@ def run(config: GenerateConfig) -> None:
         for prompt in prompts:
             show_score(score(model, tokenizer, prompt), tokenizer, config.output)
     else:
-        show(config, model, tokenizer, prompts)
+        show(config, model, tokenizer, prompts, f"{path}: ")
 
 
 def read_prompts(name: str) -> list[str]:
@@ -73,8 +71,10 @@ def asked() -> Iterator[str]:
         yield prompt
 
 
-def show(config: GenerateConfig, model: Transformer, tokenizer: Tokenizer, prompts: list[str]) -> None:
-    """Print the continuations: one as it grows, many when they are done."""
+def show(
+    config: GenerateConfig, model: Transformer, tokenizer: Tokenizer, prompts: list[str], source: str = ""
+) -> None:
+    """Print the continuations: one as it grows, many when they are done; then, from what and how fast."""
     sampling = Sampling(**{f.name: getattr(config, f.name) for f in fields(Sampling)})
     begin = time.perf_counter()
     steps = generate_rows(
@@ -101,7 +101,7 @@ def show(config: GenerateConfig, model: Transformer, tokenizer: Tokenizer, promp
     else:
         show_all(config, rows)
     made, seconds = sum(len(row.tokens) for row in rows), time.perf_counter() - begin
-    say(f"{made} tokens, {made / seconds:,.0f} a second")
+    say(f"{source}{made} tokens, {made / seconds:,.0f} a second")
 
 
 def show_all(config: GenerateConfig, rows: list[Row]) -> None:

@@ -1,64 +1,9 @@
 """From logits to the next token: small pure functions on (B, V), in the order in which `sample` applies them."""
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
-from minitransformer.model.config import at_least
-
-
-@dataclass
-class Sampling:
-    """How the next token is chosen; the functions below say what each setting does.
-
-    temperature: 0 takes the likeliest token, 1 the model's own distribution.
-    top_k: sample among the k likeliest tokens (0: all). top_p: among the likeliest that together have this probability.
-    min_p: among those that have at least this part of the likeliest token's probability (0: all).
-    repetition_penalty: above 1, tokens of the prompt and the text so far become less likely (1: none).
-    presence_penalty, frequency_penalty: taken from the logits of tokens made so far, once and for each time (0: none).
-    no_repeat_ngram: no run of so many tokens comes twice (0: none).
-    logit_bias: added to the logits of these ids. banned: ids that never come.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram: int = 0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    banned: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be a finite number, 0 or above")
-        at_least("top_k", self.top_k, 0)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} is out of range; it must be above 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} is out of range; it must lie between 0 and 1")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be a finite number above 0")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
-        at_least("no_repeat_ngram", self.no_repeat_ngram, 0)
-
-    @property
-    def looks_back(self) -> bool:
-        """Does the choice depend on the tokens so far?"""
-        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        return bool(penalties or self.no_repeat_ngram)
-
-    def check(self, vocab_size: int) -> None:
-        """Raise ValueError when ids of `logit_bias` or `banned` are outside the vocabulary."""
-        for name, ids in (("logit_bias", self.logit_bias), ("banned", self.banned)):
-            for i in ids:
-                if not 0 <= i < vocab_size:
-                    raise ValueError(f"{name}: id {i} is outside the vocabulary of {vocab_size}")
+from minitransformer.generation.config import Sampling
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

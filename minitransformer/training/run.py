@@ -138,6 +138,8 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         raise
     finally:
         _finish(trainer.loggers)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     _closing(console, directory.path, module, time.perf_counter() - start)
     return module.metrics["val/loss"]
 

@@ -5,7 +5,8 @@ import torch
 import transformers
 
 from minitransformer.generation import sampling
-from minitransformer.generation.sampling import Sampling, adjust, keep_min_p, keep_top_k, keep_top_p, sample
+from minitransformer.generation.config import Sampling
+from minitransformer.generation.sampling import adjust, keep_min_p, keep_top_k, keep_top_p, sample
 
 
 @pytest.fixture

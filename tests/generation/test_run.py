@@ -1,0 +1,120 @@
+"""generate.py as people use it: many prompts, JSON, scores, stop texts, a prompt loop."""
+
+import io
+import json
+
+import pytest
+
+from minitransformer import load, score
+
+
+@pytest.fixture
+def generating(command, trained):
+    """generating(...) runs generate.py on a small trained model, a few tokens long."""
+
+    def run(*arguments: str):
+        own = {argument.split("=")[0] for argument in arguments}
+        return command(
+            "generate", *arguments, *[d for d in ("max_new_tokens=8", "seed=0") if d.split("=")[0] not in own]
+        )
+
+    return run
+
+
+def test_prompts_from_a_file_and_samples_of_each(generating, workdir):
+    (workdir / "prompts.txt").write_text("Ann \nBob \n", encoding="utf-8")
+    result = generating("prompt_file=prompts.txt", "num_samples=2")
+    assert result.code == 0, result.err
+    assert [line for line in result.out.splitlines() if line.startswith("---")] == [
+        f"--- {i} ---" for i in (1, 2, 3, 4)
+    ]
+    assert result.out.count("Ann ") >= 2
+    assert "tokens," in result.err
+    assert "tokens," not in result.out
+
+
+def test_json_is_an_object_a_line(generating, workdir, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Ann \nZoë \n"))
+    result = generating("prompt_file=-", "output=json")
+    assert result.code == 0, result.err
+    rows = [json.loads(line) for line in result.out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["Ann ", "Zoë "]
+    _, tokenizer = load(workdir / "runs" / "small")
+    for row in rows:
+        assert tokenizer.decode(row["tokens"]) == row["text"]
+        assert len(row["log_probs"]) == len(row["tokens"])
+        assert row["finish"] in ("length", "end")
+        assert max(row["log_probs"]) <= 0
+
+
+def test_a_score_adds_up(generating, workdir):
+    result = generating("prompt='Ann sees the cat.'", "score=true")
+    assert result.code == 0, result.err
+    *lines, summary = result.out.splitlines()
+    found = score(*load(workdir / "runs" / "small"), "Ann sees the cat.")
+    assert len(lines) == len(found.tokens)
+    assert sum(float(line.split()[0]) for line in lines) == pytest.approx(sum(found.log_probs), abs=0.01)
+    assert f"log_prob {sum(found.log_probs):.4f}" in summary
+    assert "bits_per_byte" in summary
+    data = json.loads(generating("prompt='Ann'", "score=true", "output=json").out)
+    assert data["log_prob"] == pytest.approx(sum(data["log_probs"]))
+
+
+def test_stop_texts_and_penalties(generating):
+    plain = generating("prompt='Ann '", "max_new_tokens=20", "temperature=0").out
+    middle = plain[10:12]
+    cut = generating("prompt='Ann '", "max_new_tokens=20", "temperature=0", f"stop=['{middle}']")
+    assert cut.code == 0, cut.err
+    assert cut.out.rstrip("\n") == plain[: plain.index(middle, 4)]
+    other = generating(
+        "prompt='Ann '", "max_new_tokens=20", "temperature=0", "repetition_penalty=5", "no_repeat_ngram=2"
+    )
+    assert other.code == 0
+    assert other.out != plain
+    longer = generating("prompt='Ann '", "max_new_tokens=60", "overflow=slide")
+    assert longer.code == 0, longer.err
+
+
+def test_a_prompt_loop(generating, monkeypatch):
+    asked = iter(["Ann ", "Bob ", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(asked))
+    result = generating("interactive=true")
+    assert result.code == 0, result.err
+    assert [line[:4] for line in result.out.splitlines() if line.startswith(("Ann ", "Bob "))][:2] == ["Ann ", "Bob "]
+
+
+def test_ctrl_c_ends_with_what_was_made(generating, monkeypatch):
+    from minitransformer.generation import generate
+
+    sample, drawn = generate.sample, []
+
+    def interrupted(*arguments):
+        drawn.append(1)
+        if len(drawn) == 4:
+            raise KeyboardInterrupt
+        return sample(*arguments)
+
+    monkeypatch.setattr(generate, "sample", interrupted)
+    result = generating("prompt='Ann '", "output=json")
+    assert result.code == 130
+    assert len(json.loads(result.out)["tokens"]) == 3
+    assert "interrupted" in result.err
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["prompt_file=gone.txt"], "prompt_file=gone.txt does not exist"), (["prompt_file=empty.txt"], "holds no prompt"),
+    (["prompt_file=latin.txt"], "latin.txt is not UTF-8: byte at offset 3"), (["num_samples=0"], "num_samples=0"),
+    (["stop=['']"], "stop holds an empty text"), (["overflow=wrap"], "overflow='wrap'"), (["min_p=2"], "min_p=2"),
+    (["overflow=slide", "max_new_tokens=null"], "overflow=slide has no end"), (["output=xml"], "output='xml'"),
+    (["overflow=extend"], "model.position=rotary"), (["banned=[999]"], "id 999"), (["max_seconds=0"], "max_seconds=0"),
+    (["prompt=a", "prompt_file=b"], "prompt and prompt_file"), (["interactive=true", "score=true"], "interactive=true"),
+], ids=str)  # fmt: skip
+def test_mistakes_are_named_in_one_line(generating, workdir, arguments, words):
+    (workdir / "empty.txt").touch()
+    (workdir / "latin.txt").write_bytes("Caf\xe9".encode("latin-1"))
+    result = generating(*arguments)
+    if arguments == ["overflow=extend"] and result.code == 0:
+        return  # rotary positions reach further
+    assert result.code == 1
+    assert len(result.err.splitlines()) <= 2  # the checkpoint's name may stand before
+    assert words in result.err
