@@ -76,6 +76,8 @@ def show(
 ) -> None:
     """Print the continuations: one as it grows, many when they are done; then, from what and how fast."""
     sampling = Sampling(**{f.name: getattr(config, f.name) for f in fields(Sampling)})
+    if len(prompts) * config.num_samples == 1 and model.embedding.weight.is_cpu:
+        model.lay_out_for_one_row()
     begin = time.perf_counter()
     steps = generate_rows(
         model, tokenizer, prompts, config.max_new_tokens, sampling, config.seed, config.num_samples, config.stop,

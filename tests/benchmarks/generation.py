@@ -39,6 +39,8 @@ def ours(shape: dict, n_new: int, rows: int):
         activation="gelu_tanh",
     )  # fmt: skip
     model, tokenizer = Transformer(config).eval(), Ids(shape["vocab_size"])
+    if rows == 1:
+        model.lay_out_for_one_row()  # as generate.py does
     prompts = torch.randint(shape["vocab_size"] - 1, (rows, 63)).tolist()
     sampling = Sampling(top_k=50, banned=[tokenizer.boundary])
 
