@@ -100,6 +100,7 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text(name))
         return
+    sys.argv[1:] = map(quoted, sys.argv[1:])
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.core.hydra_config import HydraConfig
@@ -138,6 +139,23 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
         print(f"error: {line}", file=sys.stderr)
     if failures:
         sys.exit(1)
+
+
+TEXTS = ("prompt", "callbacks.sample_prompt")  # settings whose value is any text
+
+
+def quoted(argument: str) -> str:
+    """`prompt=def f():` as Hydra's grammar wants it, `prompt='def f():'`; what is quoted or no text stays."""
+    name, equals, text = argument.partition("=")
+    if (
+        name not in TEXTS
+        or (name != "prompt" and text == "null")
+        or (text[:1] in ("'", '"') and text[-1:] == text[:1] and len(text) > 1)
+    ):
+        return argument
+    # A quote, and backslashes before one, are escaped; so is what would be taken for an interpolation.
+    text = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), text.replace("${", "\\${"))
+    return f"{name}{equals}'{text}'"
 
 
 def refuse_unknown(config: Any, name: str, prefix: str = "") -> None:

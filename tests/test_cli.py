@@ -6,10 +6,14 @@ import subprocess
 import sys
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from minitransformer import Tokenizer
 from minitransformer.checkpoint import checkpoints
-from minitransformer.cli import config_dir, options
+from minitransformer.cli import config_dir, options, quoted
 from tests.conftest import ROOT, SMALL, sentences
 
 TEXT = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300"]
@@ -263,3 +267,16 @@ def test_a_profile_shows_where_time_goes(command, workdir):
     assert result.code == 0, result.err
     assert "aten::mm" in result.out
     assert json.loads((workdir / "runs/run/trace.json").read_text())["traceEvents"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="ab '\\\"(){}[]:,=$\n\t#é", max_size=12))
+def test_a_prompt_is_any_text(text):
+    """What Hydra's parser and OmegaConf make of it is what was typed."""
+    if text[:1] in ("'", '"') and text[-1:] == text[:1] and len(text) > 1:
+        return  # taken as quoted by the user
+    if "${" in text and "\\${" in text:
+        return  # a backslash before an interpolation cannot be told from an escape
+    override = OverridesParser.create().parse_override(quoted(f"prompt={text}"))
+    assert OmegaConf.create({"prompt": override.value()}).prompt == text
+    assert quoted("temperature=0.5") == "temperature=0.5"

@@ -34,6 +34,7 @@ def files(workdir):
     import pyarrow.parquet
 
     pyarrow.parquet.write_table(pyarrow.table({"text": [sentences(5, seed=i) for i in range(60)]}), "table.parquet")
+    (workdir / "prompts.txt").write_text("Ann \nBob \n")
     hub = workdir / "roneneldan" / "TinyStories"  # a local folder takes the place of the hub's
     hub.mkdir(parents=True)
     (hub / "train.jsonl").write_text("\n".join(json.dumps({"text": sentences(5, seed=i)}) for i in range(60)))
@@ -87,11 +88,10 @@ def test_commands_that_build_on_each_other_and_the_python_code(command, files, c
     assert "already trained" in said[1].out
     assert "resuming runs/mine after step 6" in said[2].out
     generating = [c for c in RUN if c.startswith("python generate.py")]
-    assert len(generating) == 3
+    assert len(generating) == 8
     for line in generating:
-        result = command("generate", *shlex.split(line)[2:], *(["max_new_tokens=10"] if "max_new" not in line else []))
-        if "max_new_tokens=100" in line:  # more than the small model of this test holds
-            result = command("generate", *shlex.split(line.replace("=100", "=10"))[2:])
+        words = shlex.split(line.replace("max_new_tokens=100", ""))[2:]  # more than the small model of this test holds
+        result = command("generate", *words, *(["max_new_tokens=10"] if "overflow" not in line else []))
         assert result.code == 0, result.err
         assert result.out
     code = next(text for language, text in BLOCKS if language == "python").replace(

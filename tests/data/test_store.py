@@ -172,3 +172,25 @@ def test_a_full_disk_while_tokenising_is_named_and_leaves_nothing(workdir, monke
     with pytest.raises(ValueError, match=r"data\.cache_dir=cache cannot be written: No space left on device"):
         opened()
     assert entries(workdir) == []
+
+
+def test_a_file_of_any_size_is_read_in_little_memory(workdir, monkeypatch):
+    """Ten million characters as one document; at no time are more than two million bytes of Python objects alive."""
+    import tracemalloc
+
+    from minitransformer.data import files
+
+    monkeypatch.setattr(files, "PIECE", 2**16)
+    monkeypatch.setattr(store, "BATCH", 2**17)
+    with open(workdir / "large.txt", "w") as file:
+        for _ in range(20):
+            file.write(sentences(25_000))
+    assert (workdir / "large.txt").stat().st_size > 10_000_000
+    tracemalloc.start()
+    try:
+        made = opened(TokenizerConfig("byte"), files=["large.txt"])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert made.train.n_bytes > 9_000_000
+    assert peak < 4_000_000, peak
