@@ -30,6 +30,7 @@ SCHEMAS = {
     "schedule_constant": training.ConstantConfig,
     "schedule_linear": training.LinearConfig,
     "schedule_inverse_sqrt": training.InverseSqrtConfig,
+    "schedule_range": training.RangeConfig,
     "schedule_wsd": training.WSDConfig,
     "schedule_cosine": training.CosineConfig,
     "logger_none": training.LoggerConfig,

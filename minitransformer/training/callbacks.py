@@ -222,6 +222,36 @@ class Sampler(pl.Callback):
         self.console.print(Text("\n".join("  │ " + printable(line) for line in text.split("\n")), style="cyan"))
 
 
+class RateFinder(pl.Callback):
+    """Remember the loss of each rate, and name the rate at which it fell most steeply (Smith 2017)."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.found: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, outputs, batch, batch_idx: int) -> None:
+        if trainer.global_step % module.settings.log_every == 0:
+            self.found.append((module.metrics["optim/lr"], module.metrics["train/loss"]))
+
+    def on_train_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        best = steepest(*map(torch.tensor, zip(*self.found, strict=True))) if self.found else None
+        if best is None:
+            self.console.print("the loss fell nowhere: try schedule.first_ratio smaller, or more steps", style="bold")
+        else:
+            self.console.print(f"the loss fell most steeply around optimizer.lr={best:.2g}", style="bold")
+
+
+def steepest(rates: torch.Tensor, losses: torch.Tensor, width: int = 9) -> float | None:
+    """The rate before the lowest loss at which the loss, averaged over `width` steps, falls most for each factor in the
+    rate; (n,) each. None where it never falls."""
+    if len(losses) < 2 * width:
+        return None
+    losses = losses.double().nan_to_num(nan=float("inf"), posinf=1e9).unfold(0, width, 1).mean(-1)
+    middle = rates.double().unfold(0, width, 1).log().mean(-1)
+    slope = torch.gradient(losses, spacing=(middle,))[0][: int(losses.argmin()) + 1]
+    return float(middle[slope.argmin()].exp()) if slope.min() < 0 else None
+
+
 class Profiler(pl.Callback):
     """torch's profiler around steps 4 to 8: a table in the terminal, and a trace for chrome://tracing or Perfetto."""
 

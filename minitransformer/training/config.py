@@ -99,6 +99,24 @@ class ConstantConfig(ScheduleConfig):
 
 
 @dataclass
+class RangeConfig(ScheduleConfig):
+    """From `first_ratio` of the peak rate to the peak in equal factors, to see where training is fastest (Smith 2017).
+
+    At the end the rate of the steepest fall of the loss is printed.
+    """
+
+    warmup_steps: int = 0
+    first_ratio: float = 1e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.first_ratio < 1:
+            raise ValueError(f"schedule.first_ratio={self.first_ratio} is out of range; it must lie between 0 and 1")
+        if self.warmup_steps:
+            raise ValueError(f"schedule.warmup_steps={self.warmup_steps}: a range of rates has no warm-up; use 0")
+
+
+@dataclass
 class DecayConfig(ScheduleConfig):
     """min_ratio: the last rate over the peak."""
 

@@ -46,10 +46,11 @@ from minitransformer.training.callbacks import (
     Interrupted,
     MovingAverage,
     Profiler,
+    RateFinder,
     RunDirectory,
     Sampler,
 )
-from minitransformer.training.config import CSVConfig, MuonConfig, TrainConfig, WandbConfig, time_name
+from minitransformer.training.config import CSVConfig, MuonConfig, RangeConfig, TrainConfig, WandbConfig, time_name
 from minitransformer.training.module import LanguageModel
 
 
@@ -183,6 +184,8 @@ def make_callbacks(
     sampler = Sampler(directory, config, console, model, data)  # refuses a wrong prompt before work
     if config.callbacks.sample_every:
         callbacks.append(sampler)
+    if isinstance(config.schedule, RangeConfig):
+        callbacks.append(RateFinder(console))
     if config.trainer.profile:
         callbacks.append(Profiler(directory, console))
     callbacks.append(Checkpointer(directory, config, console))

@@ -7,6 +7,7 @@ from minitransformer.training.config import (
     CosineConfig,
     DecayConfig,
     InverseSqrtConfig,
+    RangeConfig,
     ScheduleConfig,
     WSDConfig,
 )
@@ -21,6 +22,8 @@ def rate(config: ScheduleConfig, step: int, max_steps: int) -> float:
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     if isinstance(config, ConstantConfig):
         return warmup
+    if isinstance(config, RangeConfig):
+        return config.first_ratio ** ((max_steps - 1 - step) / max(1, max_steps - 1))
     assert isinstance(config, DecayConfig)
     peak = max(1, config.warmup_steps)  # steps until the one that reaches the peak, itself among them
     if isinstance(config, InverseSqrtConfig):

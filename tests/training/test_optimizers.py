@@ -1,10 +1,12 @@
 """Muon and AdamW against torch's own, and each parameter in one group."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from minitransformer import ModelConfig, Transformer
-from minitransformer.training.config import AdamWConfig, MuonConfig
+from minitransformer.training.config import AdamWConfig, GroupConfig, MuonConfig
 from minitransformer.training.optimizers import Muon, make_optimizer, orthogonalize
 
 
@@ -91,3 +93,48 @@ def test_optimizer_state_survives_plain_saving(tmp_path):
         for name, value in optimizer.state[p].items():
             assert torch.equal(value, again.state[p][name]), name
             assert value.dtype == again.state[p][name].dtype
+
+
+@pytest.mark.parametrize("base", [AdamWConfig(), MuonConfig(weight_decay=0.2)], ids=["adamw", "muon"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_groups_by_pattern_hold_for_what_they_match_and_nothing_else(base, tie):
+    model = Transformer(ModelConfig(vocab_size=20, d_model=16, n_layers=2, n_heads=2, tie_embeddings=tie, bias=True))
+    groups = [
+        GroupConfig("blocks.0.*.bias", lr=0.5),
+        GroupConfig("blocks.*.bias", weight_decay=0.3),
+        GroupConfig("embedding.weight", lr=0.25, weight_decay=0.0),
+    ]
+    plain, own = make_optimizer(base, model), make_optimizer(replace(base, groups=groups), model)
+
+    def found(optimizer) -> dict:
+        names = {id(p): name for name, p in model.named_parameters()}
+        settings = [
+            (names[id(p)], (g["lr"], g["weight_decay"], g["matrix"]))
+            for g in optimizer.param_groups
+            for p in g["params"]
+        ]
+        assert len(settings) == len(dict(settings)) == len(names)  # each in exactly one group, tied ones once
+        return dict(settings)
+
+    before, after = found(plain), found(own)
+    for name, (lr, decay, matrix) in after.items():
+        expected = before[name]
+        if name.startswith("blocks.0.") and name.endswith(".bias"):
+            expected = (0.5, *expected[1:])
+        elif name.startswith("blocks.1.") and name.endswith(".bias"):
+            expected = (expected[0], 0.3, expected[2])
+        elif name == "embedding.weight":
+            expected = (0.25, 0.0, expected[2])
+        assert (lr, decay, matrix) == expected, name
+
+
+def test_a_pattern_that_matches_nothing_is_named():
+    model = Transformer(ModelConfig(vocab_size=20, d_model=16, n_layers=2, n_heads=2))
+    with pytest.raises(
+        ValueError, match=r"blocks\.\*\.nrom\.\* matches no parameter; there are embedding\.weight, blocks\.\*\."
+    ):
+        make_optimizer(AdamWConfig(groups=[GroupConfig("blocks.*.nrom.*", lr=1)]), model)
+    with pytest.raises(ValueError, match="has no pattern"):
+        GroupConfig(lr=1)
+    with pytest.raises(ValueError, match="lr of a=-1"):
+        GroupConfig("a", lr=-1)
