@@ -59,7 +59,7 @@ def same(a: dict, b: dict, **tolerance) -> None:
 
 @pytest.mark.parametrize("overrides", [
     ["trainer.accumulate=2"], ["trainer.accumulate=3"], ["trainer.accumulate=4"],
-    ["trainer.gradient_checkpointing=full"], ["trainer.gradient_checkpointing=selective"], ["trainer.compile=true"],
+    ["trainer.gradient_checkpointing=full"], ["trainer.gradient_checkpointing=selective"],
     ["trainer.gradient_checkpointing=full", "trainer.checkpoint_blocks=2", "trainer.accumulate=2"],
     ["model.attention.kernel=reference"], ["data.workers=2"],
 ], ids=str)  # fmt: skip
@@ -396,8 +396,8 @@ def test_every_way_to_make_a_step_makes_the_same_step(
     train, plain_losses, precision, checkpointing, accumulate, compiled
 ):
     """Losses of four steps against the plain ones in fp32; ranks are in test_ranks."""
-    if compiled and accumulate > 1:
-        return  # each alone is asserted; together they only repeat the same graph
+    if compiled and (accumulate > 1 or (precision != "32" and checkpointing != "selective")):
+        return  # compiling takes long: each setting is asserted with it once
     settings = ["optimizer=adamw", "trainer.log_every=1", "trainer.max_steps=4", "data.batch_size=6"]
     settings += ["callbacks.sample_every=0", "callbacks.checkpoint_every=0"]
     if not plain_losses:
