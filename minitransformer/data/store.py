@@ -149,7 +149,7 @@ def look_through(corpus: Corpus, val_fraction: float, bar: Progress) -> Survey:
         ValueError: some of it cannot be read, or one of the splits would be empty.
     """
     task = bar.add_task("reading", total=None)
-    n_bytes, keys, given, blank = 0, [], {True: 0, False: 0}, 0
+    n_bytes, keys, given, blank = 0, array("d"), {True: 0, False: 0}, 0
     for number, document in enumerate(corpus.read()):
         if document.blank:
             blank += 1
