@@ -16,6 +16,7 @@ _HOME = {
     "load": "checkpoint",
     "generate": "generation.generate",
     "generate_all": "generation.generate",
+    "beam_search": "generation.beam",
     "score": "generation.generate",
 }
 

@@ -155,7 +155,7 @@ def quoted(argument: str) -> str:
     ):
         return argument
     # A quote, and backslashes before one, are escaped; so is what would be taken for an interpolation.
-    text = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), text.replace("${", "\\${"))
+    text = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), text.replace("${", "\\${"))
     return f"{name}{equals}'{text}'"
 
 

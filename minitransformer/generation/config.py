@@ -69,6 +69,8 @@ class GenerateConfig(Sampling):
     prompt: the text to continue; empty starts a new document.
     prompt_file: a file with one prompt a line, in place of `prompt`; - reads standard input.
     num_samples: continuations of each prompt.
+    beams: search for the likeliest text with so many beams, instead of drawing (1: draw). length_penalty: above 0
+        favours long ones; their log-probability is divided by their length to this power.
     max_new_tokens: tokens at most (None: as many as the model still holds).
     max_seconds: stop after this time (None: never).
     stop: texts that end a continuation; they are not part of it.
@@ -86,6 +88,8 @@ class GenerateConfig(Sampling):
     prompt: str = ""
     prompt_file: str | None = None
     num_samples: int = 1
+    beams: int = 1
+    length_penalty: float = 1.0
     max_new_tokens: int | None = None
     max_seconds: float | None = None
     stop: list[str] = field(default_factory=list)
@@ -100,6 +104,9 @@ class GenerateConfig(Sampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("num_samples", self.num_samples, 1)
+        at_least("beams", self.beams, 1)
+        if self.beams > 1 and (self.num_samples > 1 or self.stop or self.looks_back or self.overflow != "error"):
+            raise ValueError(f"beams={self.beams} cannot go with num_samples, stop, penalties or overflow")
         if self.max_new_tokens is not None:
             at_least("max_new_tokens", self.max_new_tokens, 1)
         if self.max_seconds is not None and not self.max_seconds > 0:

@@ -1,6 +1,7 @@
 """Text from a model: one prefill of the prompts, then one cached step a token."""
 
 import codecs
+import copy
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,6 +80,15 @@ class Row:
         if not self._cut(before) and ended:
             self.finish = "end"
 
+    def grown(self, token: int, log_prob: float) -> "Row":
+        """A copy that goes on with a token."""
+        row = copy.copy(self)
+        row.tokens, row.log_probs = list(self.tokens), list(self.log_probs)
+        row._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        row._decoder.setstate(self._decoder.getstate())
+        row.add(token, log_prob)
+        return row
+
     def end(self, why: str) -> None:
         """No token comes any more."""
         if not self.finish:
@@ -110,7 +120,7 @@ class Row:
         return Continuation(self.prompt, self.text, self.tokens, self.log_probs, self.finish)
 
 
-def _read(model: Transformer, rows: list[list[int]], boundary: int, length: int) -> tuple[KVCache, Tensor]:
+def prefill(model: Transformer, rows: list[list[int]], boundary: int, length: int) -> tuple[KVCache, Tensor]:
     """A cache with room for `length` tokens that has read the rows, left-padded, and the features of their last."""
     device, longest = model.embedding.weight.device, max(map(len, rows))
     tokens = torch.tensor([[boundary] * (longest - len(ids)) + ids for ids in rows], device=device)
@@ -153,7 +163,7 @@ def generate_rows(
     if overflow == "slide":
         ids = [i[-limit:] for i in ids]
     room = limit if overflow == "slide" else max(map(len, ids)) + (n_new or 1) - 1
-    cache, last = _read(model, ids, tokenizer.boundary, room)
+    cache, last = prefill(model, ids, tokenizer.boundary, room)
     if num_samples > 1:
         cache.repeat(num_samples)
         last = last.repeat_interleave(num_samples, 0)
@@ -178,7 +188,7 @@ def generate_rows(
         if overflow == "slide" and cache.length == limit:
             # Full: the newest half of each row is read again, as if the text had begun there.
             kept = [(row.prompt_ids + row.tokens)[-max(1, limit // 2) :] for row in rows]
-            cache, last = _read(model, kept, tokenizer.boundary, limit)
+            cache, last = prefill(model, kept, tokenizer.boundary, limit)
         else:
             last = model.features(new[:, None], cache=cache)[0][:, -1]
 

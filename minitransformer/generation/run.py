@@ -12,6 +12,7 @@ from pathlib import Path
 from minitransformer.checkpoint import latest_run, load
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.device import choose_device
+from minitransformer.generation.beam import beam_search
 from minitransformer.generation.config import GenerateConfig, Sampling
 from minitransformer.generation.generate import Continuation, Row, generate_rows, score
 from minitransformer.model.transformer import Transformer
@@ -30,7 +31,11 @@ def run(config: GenerateConfig) -> None:
     prompts = [config.prompt] if config.prompt_file is None else read_prompts(config.prompt_file)
     path = latest_run(Path(config.runs_dir)) if config.checkpoint is None else config.checkpoint
     model, tokenizer = load(path, choose_device(config.device), say=say)
-    if config.interactive:
+    if config.beams > 1:
+        for prompt in asked() if config.interactive else prompts:
+            found = beam_search(model, tokenizer, prompt, config.max_new_tokens, config.beams, config.length_penalty)
+            show_one(config, 0, found[0])
+    elif config.interactive:
         for prompt in asked():
             show(config, model, tokenizer, [prompt])
     elif config.score:
@@ -108,10 +113,16 @@ def show(
 
 def show_all(config: GenerateConfig, rows: list[Row]) -> None:
     for number, row in enumerate(rows):
-        if config.output == "json":
-            print(json.dumps(asdict(row.result()), ensure_ascii=False), flush=True)
-        else:
-            print(f"{chr(10) if number else ''}--- {number + 1} ---\n{row.prompt}{row.text}", flush=True)
+        show_one(config, number + 1, row.result())
+
+
+def show_one(config: GenerateConfig, number: int, found: Continuation) -> None:
+    """As an object, or as text below its number if it has one."""
+    if config.output == "json":
+        print(json.dumps(asdict(found), ensure_ascii=False), flush=True)
+        return
+    head = f"--- {number} ---\n" if number else ""
+    print(f"{chr(10) if number > 1 else ''}{head}{found.prompt}{found.text}", flush=True)
 
 
 def show_score(found: Continuation, tokenizer: Tokenizer, output: str) -> None:

@@ -74,6 +74,14 @@ class KVCache:
         self.states = [None if state is None else state.repeat_interleave(times, 0) for state in self.states]
         self.last = self.last.repeat_interleave(times, 0)
 
+    def reorder(self, rows: Tensor) -> None:
+        """Let row i be what row `rows[i]` was, for beams that die and fork."""
+        for buffer in (*self.keys, *self.values, *self.positions.values()):
+            filled = buffer.data[:, :, : buffer.length]
+            filled.copy_(filled.index_select(0, rows))
+        self.states = [None if state is None else state.index_select(0, rows) for state in self.states]
+        self.last = self.last.index_select(0, rows)
+
     def append_positions(self, positions: Tensor | None, n_tokens: int) -> dict[int, Tensor]:
         """Note the positions of the coming tokens, (B, T) (None: each row goes on by one).
 

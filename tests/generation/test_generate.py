@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitransformer import ModelConfig, Tokenizer, Transformer, generate, generate_all, score
+from minitransformer import ModelConfig, Tokenizer, Transformer, beam_search, generate, generate_all, score
 from minitransformer.generation.generate import Row, stream
 from minitransformer.model.config import POSITIONS, AttentionConfig
 from tests.conftest import sentences
@@ -194,3 +194,47 @@ def test_a_time_limit_ends_every_row():
     )
     assert {row.finish for row in found} == {"time"}
     assert all(row.tokens for row in found)
+
+
+def every_continuation(model, tokenizer, prompt: str, n: int) -> dict[tuple[int, ...], float]:
+    """All texts of at most n tokens, ended or n long, and their log-probabilities, one by one."""
+    found = {}
+
+    def go(tokens: list[int], total: float) -> None:
+        if len(tokens) == n or (tokens and tokens[-1] == tokenizer.boundary):
+            found[tuple(tokens)] = total
+            return
+        ids = [tokenizer.boundary, *tokenizer.encode(prompt), *tokens]
+        log_probs = model(torch.tensor([ids]))[0, -1, : tokenizer.vocab_size].log_softmax(-1)
+        for token, log_prob in enumerate(log_probs.tolist()):
+            go([*tokens, token], total + log_prob)
+
+    with torch.no_grad():
+        go([], 0.0)
+    return found
+
+
+@pytest.mark.parametrize("position", ["rotary", "t5"])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+def test_a_beam_as_wide_as_all_texts_finds_the_best(position, length_penalty):
+    tokenizer = Tokenizer.train_characters(["abc"])
+    model = make(position, vocab_size=4)
+    texts = every_continuation(model, tokenizer, "ab", 4)
+    ranks = {tokens: total / len(tokens) ** length_penalty for tokens, total in texts.items()}
+    found = beam_search(model, tokenizer, "ab", 4, beams=300, length_penalty=length_penalty)
+    expected = sorted(ranks.values(), reverse=True)[: len(found)]
+    assert [sum(f.log_probs) / len(f.tokens) ** length_penalty for f in found] == pytest.approx(expected, abs=1e-4)
+    for f in found:
+        assert sum(f.log_probs) == pytest.approx(texts[tuple(f.tokens)], abs=1e-4)
+        assert f.text == tokenizer.decode(f.tokens)
+        assert f.finish == ("end" if f.tokens[-1] == tokenizer.boundary else "length")
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_one_beam_is_greedy_and_more_find_what_is_likelier(prompt):
+    model = make()
+    greedy = generate_all(model, TOKENIZER, [prompt], 12, temperature=0)[0]
+    assert beam_search(model, TOKENIZER, prompt, 12, beams=1)[0].tokens == greedy.tokens
+    rank = [sum(f.log_probs) / len(f.tokens) for f in beam_search(model, TOKENIZER, prompt, 12, beams=8)]
+    assert rank == sorted(rank, reverse=True)
+    assert rank[0] >= sum(greedy.log_probs) / len(greedy.tokens) - 1e-5
