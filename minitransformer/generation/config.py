@@ -105,8 +105,15 @@ class GenerateConfig(Sampling):
         super().__post_init__()
         at_least("num_samples", self.num_samples, 1)
         at_least("beams", self.beams, 1)
-        if self.beams > 1 and (self.num_samples > 1 or self.stop or self.looks_back or self.overflow != "error"):
-            raise ValueError(f"beams={self.beams} cannot go with num_samples, stop, penalties or overflow")
+        if self.beams > 1:
+            drawn = self.top_k or self.top_p < 1 or self.min_p or self.logit_bias or self.banned or self.looks_back
+            if drawn or self.num_samples > 1 or self.stop or self.max_seconds or self.overflow != "error":
+                raise ValueError(
+                    f"beams={self.beams} looks for the likeliest text: it cannot go with num_samples, stop, "
+                    "max_seconds, overflow, or settings of how tokens are drawn"
+                )
+        elif self.length_penalty != 1:
+            raise ValueError(f"length_penalty={self.length_penalty} is for beams; set beams above 1")
         if self.max_new_tokens is not None:
             at_least("max_new_tokens", self.max_new_tokens, 1)
         if self.max_seconds is not None and not self.max_seconds > 0:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from minitransformer import load, score
+from minitransformer import beam_search, load, score
 
 
 @pytest.fixture
@@ -75,6 +75,13 @@ def test_stop_texts_and_penalties(generating):
     assert longer.code == 0, longer.err
 
 
+def test_beams(generating, workdir):
+    found = json.loads(generating("prompt='Ann '", "beams=4", "output=json").out)
+    best = beam_search(*load(workdir / "runs" / "small"), "Ann ", 8, beams=4)[0]
+    assert (found["text"], found["tokens"]) == (best.text, best.tokens)
+    assert generating("prompt='Ann '", "beams=4").out == f"Ann {found['text']}\n"
+
+
 def test_a_prompt_loop(generating, monkeypatch):
     asked = iter(["Ann ", "Bob ", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(asked))
@@ -107,6 +114,8 @@ def test_ctrl_c_ends_with_what_was_made(generating, monkeypatch):
     (["stop=['']"], "stop holds an empty text"), (["overflow=wrap"], "overflow='wrap'"), (["min_p=2"], "min_p=2"),
     (["overflow=slide", "max_new_tokens=null"], "overflow=slide has no end"), (["output=xml"], "output='xml'"),
     (["overflow=extend"], "model.position=rotary"), (["banned=[999]"], "id 999"), (["max_seconds=0"], "max_seconds=0"),
+    (["beams=2", "top_k=5"], "beams=2 looks for the likeliest"), (["length_penalty=2"], "length_penalty=2"),
+    (["beams=0"], "beams=0"),
     (["prompt=a", "prompt_file=b"], "prompt and prompt_file"), (["interactive=true", "score=true"], "interactive=true"),
 ], ids=str)  # fmt: skip
 def test_mistakes_are_named_in_one_line(generating, workdir, arguments, words):
