@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from minitransformer.data.config import DOCUMENTS, DataConfig, FilesConfig, HubConfig, StdlibConfig
-from minitransformer.data.files import TABLES, FileText, digest, expand, has_bom, kind, split_documents, table_rows
+from minitransformer.data.files import (
+    TABLES,
+    FileText,
+    digest,
+    expand,
+    has_bom,
+    kind,
+    row_texts,
+    split_documents,
+    table_rows,
+)
 
 # Folders of the standard library that are tests, or not the library's own text.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -146,8 +156,8 @@ def _files_corpus(config: FilesConfig) -> Corpus:
 
 def _file_documents(path: Path, config: FilesConfig) -> Iterator[Document]:
     if kind(path) in TABLES:
-        for row in table_rows(path, _fields(config)):
-            yield Document([row[0]], *row[1:])
+        for text, *prefix in table_rows(path, _fields(config)):
+            yield Document([text], *prefix)
     elif config.documents == DOCUMENTS[0]:
         yield Document(FileText(path))
     else:
@@ -176,18 +186,14 @@ def load_hub(config: HubConfig, split: str) -> Any:
 
 
 def hub_document(config: HubConfig, row: dict) -> Document:
-    texts = []
-    for setting, name in _fields(config).items():
-        if not isinstance(row[name], str | None):
-            raise ValueError(f"{setting}={name} of {config.name} holds {type(row[name]).__name__}, not text")
-        texts.append(row[name] or "")
-    return Document([texts[0]], *texts[1:])
+    text, *prefix = row_texts(row, _fields(config), config.name)
+    return Document([text], *prefix)
 
 
 def _hub_corpus(config: HubConfig) -> Corpus:
-    splits = {None: config.train_split} if config.val_split is None else {False: config.train_split}
+    splits = {None: config.train_split}
     if config.val_split is not None:
-        splits[True] = config.val_split
+        splits = {False: config.train_split, True: config.val_split}
     tables = {held_out: load_hub(config, split) for held_out, split in splits.items()}
 
     def documents() -> Iterator[Document]:

@@ -176,14 +176,19 @@ def table_rows(path: Path, names: dict[str, str]) -> Iterator[tuple[str, ...]]:
     """
     readers = {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
     for where, row in readers[kind(path)](path, names):
-        texts = []
-        for setting, name in names.items():
-            if name not in row:
-                raise ValueError(f"{setting}={name} is not in {where}; it has {', '.join(map(str, row))}")
-            if not isinstance(row[name], str | None):
-                raise ValueError(f"{setting}={name} of {where} holds {type(row[name]).__name__}, not text")
-            texts.append(row[name] or "")
-        yield tuple(texts)
+        yield row_texts(row, names, where)
+
+
+def row_texts(row: dict, names: dict[str, str], where: str) -> tuple[str, ...]:
+    """The texts of one row, see `table_rows`; `where` names it in messages."""
+    texts = []
+    for setting, name in names.items():
+        if name not in row:
+            raise ValueError(f"{setting}={name} is not in {where}; it has {', '.join(map(str, row))}")
+        if not isinstance(row[name], str | None):
+            raise ValueError(f"{setting}={name} of {where} holds {type(row[name]).__name__}, not text")
+        texts.append(row[name] or "")
+    return tuple(texts)
 
 
 def _json_rows(path: Path, names: dict[str, str]) -> Iterator[tuple[str, dict]]:

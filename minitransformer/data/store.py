@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -71,10 +70,14 @@ class Store:
 
 @dataclass
 class Survey:
-    """What a first look at a corpus finds. limit: documents with a smaller or equal key are held out."""
+    """What a first look at a corpus finds.
+
+    held_out: for each document that is not blank, is it for validation? limit: those whose key is no larger are.
+    """
 
     n_bytes: int
     limit: float
+    held_out: np.ndarray
 
 
 def cache_folder(config: DataConfig) -> Path:
@@ -149,34 +152,32 @@ def look_through(corpus: Corpus, val_fraction: float, bar: Progress) -> Survey:
         ValueError: some of it cannot be read, or one of the splits would be empty.
     """
     task = bar.add_task("reading", total=None)
-    n_bytes, keys, given, blank = 0, array("d"), {True: 0, False: 0}, 0
+    n_bytes, keys, blank = 0, array("d"), 0
+    given = {True: -1.0, False: 1.0}  # below and above every limit
     for number, document in enumerate(corpus.read()):
         if document.blank:
             blank += 1
             continue
         try:
             document.text = _Counted(document.text)
-            if document.held_out is None:
-                keys.append(document.key())
-            else:
-                document.key()
-                given[document.held_out] += 1
+            key = document.key()
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"{corpus.what}: document {number} holds half a character, {error.object[error.start]!r}"
             ) from None
+        keys.append(key if document.held_out is None else given[document.held_out])
         n_bytes += document.text.n_bytes
         bar.advance(task, document.text.n_bytes)
     bar.remove_task(task)
-    limit = max(val_fraction, min(keys)) if len(keys) > 1 else val_fraction
-    held_out = given[True] + sum(key <= limit for key in keys)
-    count = len(keys) + given[True] + given[False]
-    for purpose, number in (("train on", count - held_out), ("validate on", held_out)):
-        if not number and not count:
+    hashed = [key for key in keys if 0 <= key < 1]
+    limit = max(val_fraction, min(hashed)) if len(hashed) > 1 else val_fraction
+    held_out = np.asarray(keys) <= limit
+    for purpose, number in (("train on", (~held_out).sum()), ("validate on", held_out.sum())):
+        if not len(keys):
             raise ValueError(f"{corpus.what} holds no text: {blank} documents, all of them white space or empty")
         if not number:
-            raise ValueError(f"no text to {purpose} in {corpus.what}: {count} documents, {blank} more are blank")
-    return Survey(n_bytes, limit)
+            raise ValueError(f"no text to {purpose} in {corpus.what}: {len(keys)} documents, {blank} more are blank")
+    return Survey(n_bytes, limit, held_out)
 
 
 class _Counted:
@@ -190,11 +191,6 @@ class _Counted:
         for piece in self.text:
             self.n_bytes += len(piece.encode())
             yield piece
-
-
-def held_out(document: Document, limit: float) -> bool:
-    """Is the document kept for validation?"""
-    return document.key() <= limit if document.held_out is None else document.held_out
 
 
 def make_tokenizer(config: TokenizerConfig, corpus: Corpus, survey: Survey, bar: Progress) -> Tokenizer:
@@ -211,8 +207,8 @@ def make_tokenizer(config: TokenizerConfig, corpus: Corpus, survey: Survey, bar:
 
     def texts() -> Iterator[str]:
         left = config.sample_bytes
-        for document in documents:
-            if held_out(document, survey.limit):
+        for document, held_out in zip(documents, survey.held_out, strict=True):
+            if held_out:
                 continue
             for piece in chain((document.prefix,), cut(document.text)):
                 yield piece
@@ -226,80 +222,62 @@ def make_tokenizer(config: TokenizerConfig, corpus: Corpus, survey: Survey, bar:
     return tokenizer
 
 
-class Encoded(NamedTuple):
-    """Ids of a piece of text. document: the one that begins with it, None where one goes on."""
+def end_to_end(
+    documents: Iterable[Document], tokenizer: Tokenizer, dtype: np.dtype, write: Callable[[np.ndarray], None]
+) -> Documents:
+    """Hand the token stream of the documents (see `packing`) to `write`, piece by piece; say where each lies in it."""
 
-    document: Document | None
-    is_prefix: bool
-    ids: np.ndarray
-
-
-def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """The documents as ids: for each its prefix, empty or not, then its text in pieces. Many are encoded at once."""
-
-    def pieces() -> Iterator[tuple[Document | None, bool, str]]:
+    def pieces() -> Iterator[tuple[bool, str]]:
+        """Of each document its prefix, empty or not, and then its text."""
         for document in documents:
-            yield document, True, document.prefix
+            yield True, document.prefix
             for piece in cut(document.text):
-                yield None, False, piece
+                yield False, piece
 
-    stream = pieces()
-    while batch := list(_until(stream, BATCH)):
-        ids = tokenizer.encode_batch([text for _, _, text in batch])
-        for (document, is_prefix, _), found in zip(batch, ids, strict=True):
-            yield Encoded(document, is_prefix, found)
+    boundary = np.array([tokenizer.boundary], dtype)
+    length, prefix, stream = array("q"), array("q"), pieces()
+    while batch := list(_until(stream, BATCH)):  # many are encoded at once
+        for (begins, _), ids in zip(batch, tokenizer.encode_batch([text for _, text in batch]), strict=True):
+            if begins:
+                write(boundary)
+                length.append(0)
+                prefix.append(len(ids))
+            length[-1] += len(ids)
+            write(ids.astype(dtype))
+    write(boundary)
+    return Documents.of(np.asarray(length), np.asarray(prefix))
 
 
 def _until(pieces: Iterator[tuple], size: int) -> Iterator[tuple]:
     """Pieces of text with `size` characters together, or a little more."""
     for piece in pieces:
         yield piece
-        size -= len(piece[2]) + 1
+        size -= len(piece[-1]) + 1
         if size <= 0:
             return
 
 
 def _write(folder: Path, corpus: Corpus, survey: Survey, tokenizer: Tokenizer, bar: Progress) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    boundary = np.array([tokenizer.boundary], dtype)
     task = bar.add_task("tokenising", total=survey.n_bytes)
-    skipped = 0
+    skipped, n_bytes = 0, array("q")
 
-    def documents() -> Iterator[Document]:
+    def read() -> Iterator[Document]:
         nonlocal skipped
         for document in corpus.read():
             if document.blank:
                 skipped += 1
-            else:
-                document.text = _Counted(document.text)
-                yield document
-
-    columns = {
-        name: array(kind) for name, kind in (("length", "q"), ("prefix", "q"), ("bytes", "q"), ("held_out", "b"))
-    }
-    begun: list[Document] = []
-
-    def end_document() -> None:
-        if begun:
-            document = begun.pop()
-            columns["held_out"].append(held_out(document, survey.limit))
-            columns["bytes"].append(document.text.n_bytes)
+                continue
+            document.text = _Counted(document.text)
+            yield document
+            n_bytes.append(document.text.n_bytes)  # the next is asked for when this one has been read
             bar.advance(task, document.text.n_bytes)
 
     with open(folder / "tokens.bin", "wb") as file:
-        for document, is_prefix, ids in encode(documents(), tokenizer):
-            if document is not None:
-                end_document()
-                begun.append(document)
-                boundary.tofile(file)
-                columns["length"].append(0)
-                columns["prefix"].append(len(ids) if is_prefix else 0)
-            columns["length"][-1] += len(ids)
-            ids.astype(dtype).tofile(file)
-        end_document()
-        boundary.tofile(file)
-    for name, values in columns.items():
-        np.save(folder / f"{name}.npy", np.asarray(values, bool if name == "held_out" else np.int64))
+        documents = end_to_end(read(), tokenizer, dtype, lambda ids: ids.tofile(file))
+    columns = {"length": documents.length, "prefix": documents.prefix, "bytes": np.asarray(n_bytes)}
+    for name, values in (columns | {"held_out": survey.held_out}).items():
+        np.save(folder / f"{name}.npy", values)
     meta = {"dtype": dtype.name, "limit": survey.limit, "skipped": skipped, "boms": corpus.boms}
     (folder / "meta.json").write_text(json.dumps(meta))
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")

@@ -9,9 +9,9 @@ from torch.utils.data import IterableDataset
 
 from minitransformer.data.config import HubConfig
 from minitransformer.data.documents import hub_document, load_hub
-from minitransformer.data.packing import Documents, Rows, fill, pack
+from minitransformer.data.packing import Rows, fill, pack
 from minitransformer.data.rows import Batch, make_batch
-from minitransformer.data.store import encode
+from minitransformer.data.store import end_to_end
 from minitransformer.data.tokenizer import Tokenizer
 
 
@@ -82,14 +82,6 @@ class StreamingSteps(IterableDataset):
 
     def _pack(self, chunk: list) -> tuple[np.ndarray, Rows]:
         kept = [d for d in chunk if not d.blank and (self.limit is None or d.key() > self.limit)]
-        ids, lengths, prefixes = [], [], []
-        boundary = np.array([self.tokenizer.boundary], np.uint32)
-        for document, is_prefix, new in encode(kept, self.tokenizer):
-            if document is not None:
-                ids.append(boundary)
-                lengths.append(0)
-                prefixes.append(len(new) if is_prefix else 0)
-            ids.append(new)
-            lengths[-1] += len(new)
-        documents = Documents.of(np.array(lengths, np.int64), np.array(prefixes, np.int64))
-        return np.concatenate([*ids, boundary]), pack(documents, self.row_length, self.config.packing)
+        stream: list[np.ndarray] = []
+        documents = end_to_end(kept, self.tokenizer, np.dtype(np.uint32), stream.append)
+        return np.concatenate(stream), pack(documents, self.row_length, self.config.packing)

@@ -8,7 +8,7 @@ import pytest
 
 from minitransformer.data.config import FilesConfig, HubConfig, StdlibConfig
 from minitransformer.data.documents import Document, load_corpus, stdlib_documents
-from minitransformer.data.store import held_out, look_through
+from minitransformer.data.store import look_through
 
 TEXTS = [f"document {i}: {'word ' * i}" for i in range(60)]
 
@@ -27,9 +27,9 @@ class NoBar:
 
 def read(corpus, val_fraction=0.1):
     """Training and validation texts."""
-    limit = look_through(corpus, val_fraction, NoBar()).limit
-    documents = [d for d in corpus.read() if not d.blank]
-    return [["".join(d.text) for d in documents if held_out(d, limit) == which] for which in (False, True)]
+    held_out = look_through(corpus, val_fraction, NoBar()).held_out
+    texts = ["".join(d.text) for d in corpus.read() if not d.blank]
+    return [[text for text, held in zip(texts, held_out, strict=True) if held == which] for which in (False, True)]
 
 
 def write_jsonl(path: Path, texts=TEXTS, field="text") -> str:
