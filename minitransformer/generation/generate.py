@@ -84,8 +84,7 @@ class Row:
         """A copy that goes on with a token."""
         row = copy.copy(self)
         row.tokens, row.log_probs = list(self.tokens), list(self.log_probs)
-        row._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        row._decoder.setstate(self._decoder.getstate())
+        row._decoder = copy.copy(self._decoder)
         row.add(token, log_prob)
         return row
 

@@ -55,7 +55,11 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def adjust(logits: Tensor, config: Sampling, prompts: list[list[int]], made: list[list[int]]) -> Tensor:
-    """Penalties and bans: (B, V) -> (B, V) float32. prompts, made: the ids of each row before and since its start."""
+    """Penalties and bans: (B, V) -> (B, V) float32. prompts, made: the ids of each row before and since its start.
+
+    Raises:
+        ValueError: nothing is left to choose from in some row.
+    """
     logits = logits.float()
     if config.looks_back:
         counts = torch.zeros_like(logits)
@@ -76,6 +80,9 @@ def adjust(logits: Tensor, config: Sampling, prompts: list[list[int]], made: lis
         logits = logits + bias
     if config.banned:
         logits = logits.index_fill(1, torch.tensor(config.banned, device=logits.device), float("-inf"))
+    forbids = config.banned or config.logit_bias or config.no_repeat_ngram
+    if forbids and bool((logits.amax(-1) == float("-inf")).any()):  # looking at values makes a GPU wait
+        raise ValueError("no token is left to choose from; ban fewer of them")
     return logits
 
 
@@ -83,12 +90,7 @@ def sample(logits: Tensor, config: Sampling, uniform: Tensor) -> Tensor:
     """Draw one token a row: (B, V) -> (B,).
 
     uniform: (B,) numbers in [0, 1), one for each row, which decide alone; so rows do not disturb each other.
-
-    Raises:
-        ValueError: nothing is left to choose from in some row.
     """
-    if bool((logits.amax(-1) == float("-inf")).any()):
-        raise ValueError("no token is left to choose from; ban fewer of them")
     if config.temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / config.temperature
