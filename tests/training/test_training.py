@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minitransformer.checkpoint import checkpoints, read_checkpoint
+from minitransformer.checkpoint import checkpoints, load, read_checkpoint
 from minitransformer.training.module import LanguageModel
 from tests.conftest import SMALL, sentences
 
@@ -410,3 +410,14 @@ def test_every_way_to_make_a_step_makes_the_same_step(
     for name in ("train/loss", "val/loss"):
         found = [value for _, value in metrics(run)[name]]
         assert found == pytest.approx([value for _, value in plain_losses[name]], rel=tolerance), name
+
+
+def test_a_compiled_run_loads_and_goes_on_uncompiled_and_the_other_way_round(train):
+    settings = ["optimizer=adamw", "schedule=constant", "callbacks.sample_every=0"]
+    plain = train("plain", *settings, "trainer.max_steps=8")
+    for name, first, then in (("one", "true", "false"), ("other", "false", "true")):
+        run = train(name, *settings, f"trainer.compile={first}")
+        model, _ = load(run)
+        same(dict(model.state_dict()), weights(run))
+        train(name, *settings, f"trainer.compile={then}", "trainer.max_steps=8", "resume=auto")
+        same(weights(run), weights(plain), atol=2e-4, rtol=1e-3)
