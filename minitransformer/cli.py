@@ -1,4 +1,4 @@
-"""The two commands: Hydra composes the config, it becomes typed here, and mistakes end in one line."""
+"""The commands: Hydra composes the config, it becomes typed here, and mistakes end in one line."""
 
 import difflib
 import os
@@ -94,7 +94,12 @@ def generate() -> None:
 
 
 def _command() -> list[str]:
-    return ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else [Path(sys.argv[0]).name]
+    """How this command was started: train.py, an installed name, or a module of the package."""
+    script = Path(sys.argv[0])
+    if script.is_relative_to(Path(__file__).parent):
+        module = script.parent if script.stem == "__main__" else script.with_suffix("")
+        return ["python", "-m", ".".join(module.relative_to(Path(__file__).parents[1]).parts)]
+    return ["python", sys.argv[0]] if script.suffix == ".py" else [script.name]
 
 
 def _main(name: str, job: Callable[[Any, Any], Any]) -> None:

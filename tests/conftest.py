@@ -57,14 +57,17 @@ def workdir(tmp_path, monkeypatch, cache_dir) -> Path:
 
 @pytest.fixture
 def command(workdir, monkeypatch, capfd):
-    """command("train", "data=text", ...) runs train.py here; returns code, out, err."""
+    """command("train", "data=text", ...) runs train.py here, or a module of the package; returns code, out, err."""
     from hydra.core.global_hydra import GlobalHydra
 
     from minitransformer import cli
 
     def run(name: str, *arguments: str) -> SimpleNamespace:
         GlobalHydra.instance().clear()
-        monkeypatch.setattr(sys, "argv", [str(ROOT / f"{name}.py"), *arguments])
+        script = ROOT / f"{name}.py"
+        if not script.exists():
+            script = Path(cli.__file__).with_name(f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
         capfd.readouterr()
         code = 0
         try:
