@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from minitransformer.data import config as data
 from minitransformer.generation.config import GenerateConfig
@@ -112,7 +112,11 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    for schema, node in SCHEMAS.items():
+    for schema, kind in SCHEMAS.items():
+        node = OmegaConf.structured(kind)
+        for field in fields(kind):
+            if get_origin(field.type) is dict:  # such as logit_bias, whose keys are the user's
+                OmegaConf.set_struct(node[field.name], False)
         ConfigStore.instance().store(group="schema", name=schema, node=node)
     OmegaConf.register_new_resolver(
         "run_name", lambda given: given or training.time_name(), use_cache=True, replace=True

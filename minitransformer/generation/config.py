@@ -18,7 +18,8 @@ class Sampling:
     repetition_penalty: above 1, tokens of the prompt and the text so far become less likely (1: none).
     presence_penalty, frequency_penalty: taken from the logits of tokens made so far, once and for each time (0: none).
     no_repeat_ngram: no run of so many tokens comes twice (0: none).
-    logit_bias: added to the logits of these ids. banned: ids that never come.
+    logit_bias: added to the logits of these ids. banned: ids that never come. forced: {0: 17} makes the first new
+        token 17, and so on.
     """
 
     temperature: float = 1.0
@@ -31,6 +32,7 @@ class Sampling:
     no_repeat_ngram: int = 0
     logit_bias: dict[int, float] = field(default_factory=dict)
     banned: list[int] = field(default_factory=list)
+    forced: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -46,6 +48,8 @@ class Sampling:
             if not abs(getattr(self, name)) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
         at_least("no_repeat_ngram", self.no_repeat_ngram, 0)
+        for place in self.forced:
+            at_least("forced: the number of a new token", place, 0)
 
     @property
     def looks_back(self) -> bool:
@@ -54,8 +58,8 @@ class Sampling:
         return bool(penalties or self.no_repeat_ngram)
 
     def check(self, vocab_size: int) -> None:
-        """Raise ValueError when ids of `logit_bias` or `banned` are outside the vocabulary."""
-        for name, ids in (("logit_bias", self.logit_bias), ("banned", self.banned)):
+        """Raise ValueError when the ids of a setting are outside the vocabulary."""
+        for name, ids in (("logit_bias", self.logit_bias), ("banned", self.banned), ("forced", self.forced.values())):
             for i in ids:
                 if not 0 <= i < vocab_size:
                     raise ValueError(f"{name}: id {i} is outside the vocabulary of {vocab_size}")
@@ -71,6 +75,9 @@ class GenerateConfig(Sampling):
     num_samples: continuations of each prompt.
     beams: search for the likeliest text with so many beams, instead of drawing (1: draw). length_penalty: above 0
         favours long ones; their log-probability is divided by their length to this power.
+    draft: a smaller model of the same tokenizer, named as `checkpoint` is, that guesses draft_tokens ahead for the
+        model to check in one pass: the same texts, or texts of the same distribution, sooner.
+    quantize: int8 reads weights of eight bits, which is faster and a little less exact (none: as they are).
     max_new_tokens: tokens at most (None: as many as the model still holds).
     max_seconds: stop after this time (None: never).
     stop: texts that end a continuation; they are not part of it.
@@ -90,6 +97,9 @@ class GenerateConfig(Sampling):
     num_samples: int = 1
     beams: int = 1
     length_penalty: float = 1.0
+    draft: str | None = None
+    draft_tokens: int = 4
+    quantize: str = "none"
     max_new_tokens: int | None = None
     max_seconds: float | None = None
     stop: list[str] = field(default_factory=list)
@@ -106,7 +116,15 @@ class GenerateConfig(Sampling):
         at_least("num_samples", self.num_samples, 1)
         at_least("beams", self.beams, 1)
         if self.beams > 1:
-            drawn = self.top_k or self.top_p < 1 or self.min_p or self.logit_bias or self.banned or self.looks_back
+            drawn = (
+                self.top_k
+                or self.top_p < 1
+                or self.min_p
+                or self.logit_bias
+                or self.banned
+                or self.forced
+                or self.looks_back
+            )
             if drawn or self.num_samples > 1 or self.stop or self.max_seconds or self.overflow != "error":
                 raise ValueError(
                     f"beams={self.beams} looks for the likeliest text: it cannot go with num_samples, stop, "
@@ -114,6 +132,10 @@ class GenerateConfig(Sampling):
                 )
         elif self.length_penalty != 1:
             raise ValueError(f"length_penalty={self.length_penalty} is for beams; set beams above 1")
+        at_least("draft_tokens", self.draft_tokens, 1)
+        if self.draft is not None and (self.beams > 1 or self.score or self.overflow != "error"):
+            raise ValueError(f"draft={self.draft} cannot go with beams, score or overflow")
+        choose("quantize", self.quantize, ("none", "int8"))
         if self.max_new_tokens is not None:
             at_least("max_new_tokens", self.max_new_tokens, 1)
         if self.max_seconds is not None and not self.max_seconds > 0:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minitransformer.data.tokenizer import Tokenizer
@@ -172,7 +173,7 @@ def generate_rows(
         adjusted = adjust(logits, sampling, [row.prompt_ids for row in rows], [row.tokens for row in rows])
         uniform = torch.cat([torch.rand(1, generator=generator) for generator in generators]).to(logits.device)
         new = sample(adjusted, sampling, uniform)
-        log_probs = logits.float().gather(-1, new[:, None])[:, 0] - logits.float().logsumexp(-1)
+        log_probs = -F.cross_entropy(logits.float(), new, reduction="none")
         made += 1
         for row, token, log_prob in zip(rows, new.tolist(), log_probs.tolist(), strict=True):
             if not row.finish:
@@ -204,7 +205,11 @@ def stream(
 def _rows(model, tokenizer, prompts, max_new_tokens, **settings) -> Iterator[list[Row]]:
     names = Sampling.__dataclass_fields__
     sampling = Sampling(**{name: settings.pop(name) for name in list(settings) if name in names})
-    return generate_rows(model, tokenizer, prompts, max_new_tokens, sampling, **settings)
+    if (draft := settings.pop("draft", None)) is None:
+        return generate_rows(model, tokenizer, prompts, max_new_tokens, sampling, **settings)
+    from minitransformer.generation.speculative import speculate
+
+    return speculate(model, draft, tokenizer, prompts, max_new_tokens, sampling, **settings)
 
 
 def generate_all(
@@ -226,8 +231,9 @@ def generate(
         max_new_tokens: tokens for each at most; a text also ends where the model ends the document.
             None: as many as the model still holds after the longest prompt.
         settings: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
-            no_repeat_ngram, logit_bias, banned (see `Sampling`); stop, num_samples, max_seconds, overflow, seed (see
-            `GenerateConfig`). The same seed makes the same texts, whatever other prompts are in the batch behind it.
+            no_repeat_ngram, logit_bias, banned, forced (see `Sampling`); stop, num_samples, max_seconds, overflow, seed
+            (see `GenerateConfig`); draft, a smaller `Transformer` of the same tokenizer (see `speculate`). The same
+            seed makes the same texts, whatever other prompts are in the batch behind it.
 
     Raises:
         ValueError: a setting is out of range, or a prompt is too long for the model.

@@ -15,6 +15,8 @@ from minitransformer.device import choose_device
 from minitransformer.generation.beam import beam_search
 from minitransformer.generation.config import GenerateConfig, Sampling
 from minitransformer.generation.generate import Continuation, Row, generate_rows, score
+from minitransformer.generation.speculative import Guesses, speculate
+from minitransformer.model.quantize import quantize_int8
 from minitransformer.model.transformer import Transformer
 
 
@@ -30,19 +32,27 @@ def run(config: GenerateConfig) -> None:
     """
     prompts = [config.prompt] if config.prompt_file is None else read_prompts(config.prompt_file)
     path = latest_run(Path(config.runs_dir)) if config.checkpoint is None else config.checkpoint
-    model, tokenizer = load(path, choose_device(config.device), say=say)
+    device = choose_device(config.device)
+    model, tokenizer = load(path, device, say=say)
+    if config.quantize == "int8":
+        quantize_int8(model)
+    draft = None
+    if config.draft is not None:
+        draft, its_tokenizer = load(config.draft, device, say=say)
+        if its_tokenizer.to_json() != tokenizer.to_json():
+            raise ValueError(f"draft={config.draft} has another tokenizer than {path}")
     if config.beams > 1:
         for prompt in asked() if config.interactive else prompts:
             found = beam_search(model, tokenizer, prompt, config.max_new_tokens, config.beams, config.length_penalty)
             show_one(config, 0, found[0])
     elif config.interactive:
         for prompt in asked():
-            show(config, model, tokenizer, [prompt])
+            show(config, model, draft, tokenizer, [prompt])
     elif config.score:
         for prompt in prompts:
             show_score(score(model, tokenizer, prompt), tokenizer, config.output)
     else:
-        show(config, model, tokenizer, prompts, f"{path}: ")
+        show(config, model, draft, tokenizer, prompts, f"{path}: ")
 
 
 def read_prompts(name: str) -> list[str]:
@@ -77,23 +87,35 @@ def asked() -> Iterator[str]:
 
 
 def show(
-    config: GenerateConfig, model: Transformer, tokenizer: Tokenizer, prompts: list[str], source: str = ""
+    config: GenerateConfig,
+    model: Transformer,
+    draft: Transformer | None,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    source: str = "",
 ) -> None:
     """Print the continuations: one as it grows, many when they are done; then, from what and how fast."""
     sampling = Sampling(**{f.name: getattr(config, f.name) for f in fields(Sampling)})
-    if len(prompts) * config.num_samples == 1 and model.embedding.weight.is_cpu:
-        model.lay_out_for_one_row()
-    begin = time.perf_counter()
-    steps = generate_rows(
-        model, tokenizer, prompts, config.max_new_tokens, sampling, config.seed, config.num_samples, config.stop,
-        config.max_seconds, config.overflow,
-    )  # fmt: skip
+    begin, guesses = time.perf_counter(), Guesses()
+    if draft is None:
+        if len(prompts) * config.num_samples == 1 and model.embedding.weight.is_cpu:
+            model.lay_out_for_one_row()
+        steps = generate_rows(
+            model, tokenizer, prompts, config.max_new_tokens, sampling, config.seed, config.num_samples, config.stop,
+            config.max_seconds, config.overflow,
+        )  # fmt: skip
+    else:
+        steps = speculate(
+            model, draft, tokenizer, prompts, config.max_new_tokens, sampling, config.seed, config.num_samples,
+            config.stop, config.max_seconds, config.draft_tokens, guesses,
+        )  # fmt: skip
     single = len(prompts) * config.num_samples == 1 and config.output == "text"
     rows: list[Row] = []
+    begun = False
     try:
         for rows in steps:
             if single:
-                before = rows[0].prompt if len(rows[0].tokens) == 1 else ""
+                before, begun = ("" if begun else rows[0].prompt), True
                 print(before + rows[0].fresh(), end="", flush=True)
     except KeyboardInterrupt:
         for row in rows:
@@ -108,7 +130,8 @@ def show(
     else:
         show_all(config, rows)
     made, seconds = sum(len(row.tokens) for row in rows), time.perf_counter() - begin
-    say(f"{source}{made} tokens, {made / seconds:,.0f} a second")
+    guessed = f"; {guesses.taken} of {guesses.proposed} guesses of the draft taken" if guesses.proposed else ""
+    say(f"{source}{made} tokens, {made / seconds:,.0f} a second{guessed}")
 
 
 def show_all(config: GenerateConfig, rows: list[Row]) -> None:

@@ -80,25 +80,51 @@ def adjust(logits: Tensor, config: Sampling, prompts: list[list[int]], made: lis
         logits = logits + bias
     if config.banned:
         logits = logits.index_fill(1, torch.tensor(config.banned, device=logits.device), float("-inf"))
-    forbids = config.banned or config.logit_bias or config.no_repeat_ngram
-    if forbids and bool((logits.amax(-1) == float("-inf")).any()):  # looking at values makes a GPU wait
+    if config.forced:
+        logits = logits.clone()
+        for row, ids in enumerate(made):
+            if (only := config.forced.get(len(ids))) is not None:
+                logits[row, :only] = logits[row, only + 1 :] = float("-inf")
+    if (config.banned or config.logit_bias or config.no_repeat_ngram) and bool(
+        (logits.amax(-1) == float("-inf")).any()
+    ):  # looking at values makes a GPU wait
         raise ValueError("no token is left to choose from; ban fewer of them")
     return logits
 
 
-def sample(logits: Tensor, config: Sampling, uniform: Tensor) -> Tensor:
-    """Draw one token a row: (B, V) -> (B,).
-
-    uniform: (B,) numbers in [0, 1), one for each row, which decide alone; so rows do not disturb each other.
-    """
-    if config.temperature == 0:
-        return logits.argmax(-1)
-    logits = logits.float() / config.temperature
+def narrow(logits: Tensor, config: Sampling) -> tuple[Tensor, Tensor | None]:
+    """Temperature (above 0) and filters: (B, V) -> logits (B, K), and the ids (B, K) that they are of (None: all)."""
     index = None
     if 0 < config.top_k < logits.shape[-1]:  # the rest needs to look at the k alone
         logits, index = logits.topk(config.top_k)
-    logits = keep_min_p(keep_top_p(logits, config.top_p), config.min_p)
-    cumulative = logits.softmax(-1).double().cumsum(-1)
+    if config.temperature != 1:
+        logits = logits / config.temperature
+    return keep_min_p(keep_top_p(logits, config.top_p), config.min_p), index
+
+
+def distribution(logits: Tensor, config: Sampling) -> Tensor:
+    """The probability of each token to be drawn, (B, V) -> (B, V)."""
+    if config.temperature == 0:
+        return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1)
+    narrowed, index = narrow(logits, config)
+    probabilities = narrowed.softmax(-1)
+    return probabilities if index is None else torch.zeros_like(logits).scatter(-1, index, probabilities)
+
+
+def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The place at which the sum of (B, K) probabilities, which may have any sum, passes that part of it: (B,).
+
+    uniform: (B,) numbers in [0, 1), one for each row, which decide alone; so rows do not disturb each other.
+    """
+    cumulative = probabilities.double().cumsum(-1)
     place = torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True)
-    place = place.clamp(max=logits.shape[-1] - 1)
-    return (place if index is None else index.gather(-1, place)).squeeze(-1)
+    return place.clamp_(max=probabilities.shape[-1] - 1).squeeze(-1)
+
+
+def sample(logits: Tensor, config: Sampling, uniform: Tensor) -> Tensor:
+    """Draw one token a row by `distribution`: (B, V), (B,) numbers in [0, 1) -> (B,)."""
+    if config.temperature == 0:
+        return logits.argmax(-1)
+    narrowed, index = narrow(logits, config)
+    place = draw(narrowed.softmax(-1), uniform)
+    return place if index is None else index.gather(-1, place[:, None]).squeeze(-1)

@@ -37,15 +37,24 @@ class KVCache:
     2023); a layer of linear attention keeps its state. Only filled entries are read.
 
     masks: of each layer. length: tokens read so far. max_length: tokens that may be read.
+    rolling: False keeps all tokens in every layer, so that the newest may be taken back.
     """
 
     def __init__(
-        self, config: ModelConfig, masks: list[Mask], batch_size: int, max_length: int, device=None, dtype=None
+        self,
+        config: ModelConfig,
+        masks: list[Mask],
+        batch_size: int,
+        max_length: int,
+        device=None,
+        dtype=None,
+        rolling: bool = True,
     ):
         self.max_length, self.length = max_length, 0
         self.plain = True  # no padding and one document a row, so far
         linear = config.attention.kind != "softmax"
-        self.capacity = [1 if linear else min(mask.reach or max_length, max_length) for mask in masks]
+        reaches = [mask.reach if rolling and mask.reach else max_length for mask in masks]
+        self.capacity = [1 if linear else min(reach, max_length) for reach in reaches]
         like = dict(device=device, dtype=dtype)
 
         def buffer(capacity: int) -> Buffer:
@@ -81,6 +90,19 @@ class KVCache:
             filled.copy_(filled.index_select(0, rows))
         self.states = [None if state is None else state.index_select(0, rows) for state in self.states]
         self.last = self.last.index_select(0, rows)
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens, at least one.
+
+        Raises:
+            ValueError: some layer no longer has them as they were: it rolls, or keeps a state alone.
+        """
+        if any(capacity < self.max_length for capacity in self.capacity):
+            raise ValueError("a cache that rolls, or of linear attention, cannot forget its newest tokens")
+        for buffer in (*self.keys, *self.values, *self.positions.values()):
+            buffer.length = length
+        self.length = length
+        self.last = self.positions[self.max_length].data[:, 0, length - 1]
 
     def append_positions(self, positions: Tensor | None, n_tokens: int) -> dict[int, Tensor]:
         """Note the positions of the coming tokens, (B, T) (None: each row goes on by one).

@@ -155,11 +155,14 @@ class Transformer(nn.Module):
             if positions is not None and cache is None and (where := _broken_position(positions)):
                 raise ValueError(f"positions must restart at 0 and go on by one, with -1 for padding: {where}")
 
-    def new_cache(self, batch_size: int, max_length: int | None = None) -> KVCache:
-        """An empty cache for `batch_size` rows of at most `max_length` tokens (None: max_seq_len)."""
+    def new_cache(self, batch_size: int, max_length: int | None = None, rolling: bool = True) -> KVCache:
+        """An empty cache for `batch_size` rows of at most `max_length` tokens (None: max_seq_len).
+
+        rolling: let layers with a window keep only what it reaches; False where tokens will be taken back.
+        """
         weight = self.embedding.weight
         length = self.config.max_seq_len if max_length is None else max_length
-        return KVCache(self.config, self.masks, batch_size, length, device=weight.device, dtype=weight.dtype)
+        return KVCache(self.config, self.masks, batch_size, length, weight.device, weight.dtype, rolling)
 
     def _visibilities(
         self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, prefix_lengths: Tensor | None

@@ -2,10 +2,12 @@
 
 import io
 import json
+import re
 
 import pytest
 
 from minitransformer import beam_search, load, score
+from tests.conftest import SMALL
 
 
 @pytest.fixture
@@ -82,6 +84,30 @@ def test_beams(generating, workdir):
     assert generating("prompt='Ann '", "beams=4").out == f"Ann {found['text']}\n"
 
 
+def test_a_draft_and_eight_bits(generating, command, workdir):
+    plain = generating("prompt=Ann ", "temperature=0", "max_new_tokens=20").out
+    sped = generating("prompt=Ann ", "temperature=0", "max_new_tokens=20", "draft=runs/small", "draft_tokens=3")
+    assert sped.out == plain
+    taken, proposed = map(int, re.search(r"(\d+) of (\d+) guesses of the draft taken", sped.err).groups())
+    assert taken == proposed > 0  # the draft is the model itself
+    (workdir / "prompts.txt").write_text("Ann \nBob \n")
+    many = generating("prompt_file=prompts.txt", "draft=runs/small", "output=json")
+    assert [json.loads(line)["prompt"] for line in many.out.splitlines()] == ["Ann ", "Bob "]
+    assert generating("prompt=Ann ", "quantize=int8").code == 0
+    assert json.loads(generating("prompt=A", "forced={0: 70, 2: 71}", "output=json").out)["tokens"][:3:2] == [70, 71]
+    assert set(json.loads(generating("prompt=A", "logit_bias={70: 99}", "output=json").out)["tokens"]) == {70}
+    exact, quantized = (
+        json.loads(generating("prompt=Ann sees", "score=true", "output=json", f"quantize={q}").out)["bits_per_byte"]
+        for q in ("none", "int8")
+    )
+    assert exact != quantized == pytest.approx(exact, abs=0.05)
+    assert command("train", "data=text", "data.files=[book.txt]", "tokenizer=byte", "name=bytes", *SMALL).code == 0
+    result = generating("checkpoint=runs/small", "draft=runs/bytes")
+    assert (result.code, result.err.splitlines()[-1]) == (
+        1, "error: draft=runs/bytes has another tokenizer than runs/small",
+    )  # fmt: skip
+
+
 def test_a_prompt_loop(generating, monkeypatch):
     asked = iter(["Ann ", "Bob ", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(asked))
@@ -115,7 +141,9 @@ def test_ctrl_c_ends_with_what_was_made(generating, monkeypatch):
     (["overflow=slide", "max_new_tokens=null"], "overflow=slide has no end"), (["output=xml"], "output='xml'"),
     (["overflow=extend"], "model.position=rotary"), (["banned=[999]"], "id 999"), (["max_seconds=0"], "max_seconds=0"),
     (["beams=2", "top_k=5"], "beams=2 looks for the likeliest"), (["length_penalty=2"], "length_penalty=2"),
-    (["beams=0"], "beams=0"),
+    (["beams=0"], "beams=0"), (["quantize=int4"], "quantize='int4'"), (["draft=gone"], "gone does not exist"),
+    (["draft=runs/small", "beams=2"], "draft=runs/small cannot go with beams"), (["draft_tokens=0"], "draft_tokens=0"),
+    (["forced={-1: 3}"], "forced: the number of a new token=-1"), (["forced={0: 999}"], "forced: id 999"),
     (["prompt=a", "prompt_file=b"], "prompt and prompt_file"), (["interactive=true", "score=true"], "interactive=true"),
 ], ids=str)  # fmt: skip
 def test_mistakes_are_named_in_one_line(generating, workdir, arguments, words):
