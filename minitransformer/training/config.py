@@ -174,6 +174,7 @@ class TrainerConfig:
     max_skipped: a step whose loss or gradient is not finite changes nothing; after this many in a row the run stops.
     val_every, log_every: in steps (validation also runs at the end).
     threads: CPU threads for torch (None: torch decides).
+    find_batch: do not train; find how many rows at a time fit into memory and are fastest.
     profile: print where the time of steps 4 to 8 goes, and keep their trace.
     """
 
@@ -195,6 +196,7 @@ class TrainerConfig:
     val_every: int = 250
     log_every: int = 10
     threads: int | None = None
+    find_batch: bool = False
     profile: bool = False
 
     def __post_init__(self) -> None:
@@ -212,6 +214,8 @@ class TrainerConfig:
         choose("trainer.gradient_checkpointing", self.gradient_checkpointing, ("none", "full", "selective"))
         if self.gradient_checkpointing == "none" and self.checkpoint_blocks != 1:
             raise ValueError("trainer.checkpoint_blocks needs trainer.gradient_checkpointing: full or selective")
+        if self.find_batch and self.ranks > 1:
+            raise ValueError(f"trainer.find_batch measures one process; set trainer.devices=1, not {self.devices}")
         _ = self.seconds
 
     @property

@@ -39,6 +39,7 @@ from minitransformer.device import choose_device, choose_precision
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.cost import parameter_count
 from minitransformer.model.transformer import Transformer
+from minitransformer.training.batch_size import find_batch_size
 from minitransformer.training.callbacks import (
     AtomicCheckpointIO,
     Bar,
@@ -95,6 +96,10 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
     model = Transformer(model_config)
     module = LanguageModel(model, data.tokenizer, config, data.validation.n_bytes)
     module.configure_optimizers()  # refuses a wrong pattern before work
+
+    if config.trainer.find_batch:
+        find_batch_size(module, device, precision, data.row_length, console)
+        return None
 
     def begin(run: Path) -> Logger | None:
         if checkpoint is None:
