@@ -13,12 +13,14 @@ from typing import Any, get_origin
 
 from minitransformer.data import config as data
 from minitransformer.generation.config import GenerateConfig
+from minitransformer.lab.config import LabConfig
 from minitransformer.training import config as training
 
 # The typed settings behind configs/GROUP/NAME.yaml, which each begin from `/schema/...` of that name.
 SCHEMAS = {
     "train": training.TrainConfig,
     "generate": GenerateConfig,
+    "lab": LabConfig,
     "data_stdlib": data.StdlibConfig,
     "data_files": data.FilesConfig,
     "data_hub": data.HubConfig,
@@ -54,6 +56,11 @@ EXAMPLES = {
   {command} prompt="A text." score=true             how likely the model finds it
   {command} interactive=true                        ask for prompts
   {command} --cfg job                               print the composed config""",
+    "lab": """\
+  {command} prompt="time flies"                 from the newest run, to its lab.html
+  {command} checkpoint=runs/NAME layer=1 head=3 another run; what is shown first
+  {command} serve=true                          open it on localhost, and type other prompts
+  {command} example=true out=example.html       the textbook example, without a model""",
 }
 
 
@@ -91,6 +98,18 @@ def generate() -> None:
         run(config)
 
     _main("generate", job)
+
+
+def lab() -> None:
+    """The command `python -m minitransformer.lab`."""
+
+    def job(config: LabConfig, hydra: Any) -> None:
+        from minitransformer.lab.run import run
+
+        run(config)
+
+    sys.argv[1:] = ["serve=true" if argument == "--serve" else argument for argument in sys.argv[1:]]
+    _main("lab", job)
 
 
 def _command() -> list[str]:

@@ -199,15 +199,20 @@ def _broken_position(positions: Tensor) -> str | None:
     return f"row {row} has {positions[row, column]} at place {column} after {before[row, column]}"
 
 
+def check_head(config: ModelConfig, layer: int, head: int) -> None:
+    """Raise ValueError when there is no such layer or head, naming the range."""
+    for name, given, there in (("layer", layer, config.n_layers), ("head", head, config.n_heads)):
+        if not 0 <= given < there:
+            raise ValueError(f"{name}={given} does not exist; the model has {name}s 0 to {there - 1}")
+
+
 def get_attention_weights(model: Transformer, tokens: Tensor, layer: int, head: int) -> Tensor:
     """The weights of one head, (B, T, T): rows are queries and sum to 1.
 
     Raises:
         ValueError: there is no such layer or head.
     """
-    for name, given, there in (("layer", layer, model.config.n_layers), ("head", head, model.config.n_heads)):
-        if not 0 <= given < there:
-            raise ValueError(f"{name}={given} does not exist; the model has {name}s 0 to {there - 1}")
+    check_head(model.config, layer, head)
     with torch.no_grad():
         return model(tokens, return_attention=True)[1][layer][:, head]
 

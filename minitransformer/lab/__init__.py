@@ -1,0 +1,1 @@
+"""The attention lab: an interactive page about what a trained model does with a text."""

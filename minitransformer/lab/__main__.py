@@ -1,0 +1,4 @@
+from minitransformer import cli
+
+if __name__ == "__main__":
+    cli.lab()

@@ -1,0 +1,36 @@
+"""Settings of the attention lab."""
+
+from dataclasses import dataclass
+
+from minitransformer.model.config import at_least
+
+
+@dataclass
+class LabConfig:
+    """The whole config of the command.
+
+    checkpoint: a run directory or a model file (None: the newest run under `runs_dir`).
+    prompt: the text that the model reads; its attention is shown.
+    layer, head: which the page shows first.
+    explain: so many likely next tokens at each place, and the one that came, get integrated gradients (0: none).
+    out: the page (None: lab.html beside the model; in the working directory where that place is read-only).
+    serve: then serve the page on localhost and open a browser, where other prompts can be typed, until Ctrl-C.
+    port: of the server (0: any that is free).
+    example: only the textbook example, which needs no model.
+    """
+
+    checkpoint: str | None = None
+    runs_dir: str = "runs"
+    prompt: str = "time flies like an arrow"
+    layer: int = 0
+    head: int = 0
+    explain: int = 3
+    out: str | None = None
+    serve: bool = False
+    port: int = 8000
+    example: bool = False
+
+    def __post_init__(self) -> None:
+        at_least("explain", self.explain, 0)
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"port={self.port} is out of range; it must be 0 to {2**16 - 1}")

@@ -1,0 +1,96 @@
+"""What the command does: write the page, say where, and serve it if asked."""
+
+import contextlib
+import errno
+import threading
+import webbrowser
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from minitransformer.checkpoint import atomic_write, latest_run, load
+from minitransformer.lab.config import LabConfig
+from minitransformer.lab.page import example, exhibit, page
+
+
+def run(config: LabConfig) -> None:
+    """Write the page, and serve it.
+
+    Raises:
+        ValueError: the checkpoint, the prompt or a setting is wrong.
+    """
+    if config.example:
+        beside, exhibits = Path(), lambda prompt: [example()]
+    else:
+        path = latest_run(Path(config.runs_dir)) if config.checkpoint is None else Path(config.checkpoint)
+        model, tokenizer = load(path)
+        beside = path if path.is_dir() else path.parent
+
+        def exhibits(prompt: str) -> list[dict]:
+            one = exhibit(model, tokenizer, prompt, str(path), config.layer, config.head, config.explain)
+            return [one, example()]
+
+    shown = exhibits(config.prompt)
+    out = write(page(shown), beside / "lab.html" if config.out is None else Path(config.out), config.out is None)
+    print(f"{out}: {len(shown[0]['tokens'])} tokens, {out.stat().st_size / 2**20:.1f} MB; open it in a browser")
+    if config.serve:
+
+        def answer(prompt: str) -> str:
+            try:
+                return page(exhibits(prompt), served=not config.example)
+            except ValueError as error:
+                return page(shown, served=True, error=str(error))
+
+        serve(config.port, config.prompt, answer)
+
+
+def write(text: str, path: Path, elsewhere: bool) -> Path:
+    """Write the page and return where it is: in the working directory if `elsewhere` is allowed and `path` is not."""
+    if path.is_dir():
+        raise ValueError(f"out={path} is a directory; name a file, such as out={path / 'lab.html'}")
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        if elsewhere and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            print(f"{path.parent} is read-only; the page goes to the working directory")
+            return write(text, Path("lab.html"), elsewhere=False)
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None
+    return path
+
+
+def serve(port: int, first: str, make: Callable[[str], str]) -> None:
+    """Answer / and /?prompt=... on localhost with a page, until Ctrl-C.
+
+    Raises:
+        ValueError: the port is taken.
+    """
+    turn = threading.Lock()  # one prompt at a time: the model has hooks while it is traced
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            if url.path != "/":
+                return self.send_error(404)
+            with turn:
+                body = make(parse_qs(url.query, keep_blank_values=True).get("prompt", [first])[0]).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_) -> None:
+            pass
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise ValueError(f"port={port} cannot be opened ({error.strerror}); port=0 takes one that is free") from None
+    with server:
+        address = f"http://localhost:{server.server_port}/"
+        print(f"{address} shows it, and other prompts; Ctrl-C ends", flush=True)
+        webbrowser.open(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
