@@ -49,6 +49,8 @@ function fixed(x, digits = 2) {
   return (x < 0 && Number(text) !== 0 ? "−" : "") + text;
 }
 
+/** Weights of many tokens are small. */
+const weightDigits = () => (x.n > 20 ? 3 : 2);
 const percent = (p) => (p >= 0.0995 ? (100 * p).toFixed(0) : p >= 0.00095 ? (100 * p).toFixed(1) : "<0.1") + " %";
 
 /** softmax over the allowed; the rest gets 0. */
@@ -146,7 +148,9 @@ let compare = false;
 const spell = (text) => text.split(/([␣↵⇥])/).map((part) => (/^[␣↵⇥]$/.test(part) ? el("span", { class: "blank" }, part) : part));
 const quote = (text) => el("span", { class: "q" }, "“", spell(text), "”");
 const quoted = (i) => quote(x.tokens[i]);
-const subscripts = (text) => text.split(/_(\w+)/).map((part, i) => (i % 2 ? el("sub", {}, part) : part));
+/** d_k and e^s, with their indices lowered and raised. */
+const formatted = (text) => text.split(/([_^]\w+)/).map((part) =>
+  part[0] === "_" ? el("sub", {}, part.slice(1)) : part[0] === "^" ? el("sup", {}, part.slice(1)) : part);
 
 const kvHead = (head) => Math.floor(head / (x.heads / x.kvHeads));
 
@@ -182,13 +186,12 @@ function choices(place, name, options, current, choose) {
 }
 
 function show(change) {
-  const before = x;
   Object.assign(x, change);
   if ("query" in change) {
     x.target = 0;
     x.cell = [x.query, x.cell[1]];
   }
-  render(before);
+  render();
 }
 
 function chooseExhibit(i) {
@@ -244,7 +247,7 @@ function render() {
   choices($("layer"), "Layer", range(x.layers.length).map(String), x.layer, (layer) => show({ layer }));
   choices($("head"), "Head", range(x.heads).map(String), x.head, (head) => show({ head }));
   const best = range(x.n).sort((a, b) => weights[b] - weights[a]).slice(0, 3).filter((i) => weights[i] >= 0.005);
-  $("summary").replaceChildren(quoted(x.query), " looks at ", ...best.flatMap((i, place) => [place ? ", " : "", quoted(i), ` ${fixed(weights[i])}`]));
+  $("summary").replaceChildren(quoted(x.query), " looks at ", ...best.flatMap((i, place) => [place ? ", " : "", quoted(i), ` ${fixed(weights[i], weightDigits())}`]));
   renderStep();
   renderMap();
   for (const option of $("overview").querySelectorAll("[role=radio]")) {
@@ -263,9 +266,9 @@ function renderTokens(weights) {
   [...bar.children].forEach((option, i) => {
     const visible = allowed[x.query][i];
     option.style = visible ? filled(heat(weights[i])) : "color:var(--soft)";
-    option.lastChild.textContent = visible ? fixed(weights[i]) : "hidden";
+    option.lastChild.textContent = visible ? fixed(weights[i], weightDigits()) : "hidden";
     option.setAttribute("aria-selected", i === x.query);
-    option.setAttribute("aria-label", `“${x.tokens[i]}”, token ${i + 1} of ${x.n}, ${visible ? `weight ${fixed(weights[i])}` : "hidden"}`);
+    option.setAttribute("aria-label", `“${x.tokens[i]}”, token ${i + 1} of ${x.n}, ${visible ? `weight ${fixed(weights[i], weightDigits())}` : "hidden"}`);
     option.tabIndex = i === x.query ? 0 : -1;
   });
   const chosen = bar.children[x.query];
@@ -294,10 +297,10 @@ function renderStep() {
   $("step-note").textContent = "";
   $("step-query").replaceChildren();
   const asked = () => [el("span", {}, "query of ", quoted(x.query)), strip(mine, most.q, "query")];
-  const head = (...names) => names.map((name) => el("th", { scope: "col" }, subscripts(name)));
-  const d = mine.length;
+  const head = (...names) => names.map((name) => el("th", { scope: "col", class: /key$|value$/.test(name) ? "left" : null }, formatted(name)));
+  const d = mine.length, digits = weightDigits();
   const says = (...parts) => $("step-says").replaceChildren(...parts);
-  const formula = (text) => $("step-formula").replaceChildren(...subscripts(text));
+  const formula = (text) => $("step-formula").replaceChildren(...formatted(text));
   let columns, cells, total = null;
 
   if (x.step === 0) {
@@ -325,18 +328,18 @@ function renderStep() {
       formula("a_j = s_j / Σ_i s_i");
       columns = head("score", "weight");
     } else {
-      says(`Divided by √d_k = ${fixed(row.root)}, scores keep their size whatever d_k is. The softmax turns them into weights that sum to 1: `.replace("d_k", "dₖ").replace("d_k", "dₖ"),
-        "raise e to each, divide by the sum.");
-      formula(`a = softmax( ${x.softCap ? `c · tanh( s / √d_k / c )` : "s / √d_k"}${row.biases ? " + bias" : ""} )`);
-      columns = head("score", "÷ √d_k", ...(x.softCap ? [`capped at ${x.softCap}`] : []), ...(row.biases ? ["+ bias"] : []), "e^…, largest is 1", "weight", ...(compare ? ["without ÷ √d_k"] : []));
+      says(...formatted(`Divided by √d_k = ${fixed(row.root)}, scores keep their size however wide a head is. The softmax makes them weights that sum to 1: e to the power of each, divided by the sum.`));
+      formula(`z = ${x.softCap ? `c · tanh( s / √d_k / c )` : "s / √d_k"}${row.biases ? " + bias" : ""}     a = softmax( z )`);
+      columns = head("score s", "÷ √d_k", ...(x.softCap ? [`capped at ${x.softCap}`] : []), ...(row.biases ? ["bias", "sum z"] : []), "e^z ÷ largest", "weight", ...(compare ? ["without ÷ √d_k"] : []));
     }
     $("step-note").textContent = `${x.notes.masks[x.layer]} ${x.softCap ? `Scores are capped at ${x.softCap} by a tanh.` : ""}`;
+    const widest = largest(compare ? [...row.weights, ...row.unscaled] : row.weights);
     cells = (j) => {
       const seen = row.allowed[j], number = (text) => el("td", {}, text);
-      const weight = (w, colour) => (seen ? el("td", {}, bar(w, 0, 1, colour)) : el("td", { class: "hatched" }, "hidden by the mask"));
+      const weight = (w, colour) => (seen ? el("td", {}, bar(w, 0, widest, colour, digits)) : el("td", { class: "hatched" }, "hidden by the mask"));
       if (x.linear) return [number(fixed(row.raw[j])), weight(row.weights[j])];
       return [number(fixed(row.raw[j])), number(fixed(row.scaled[j])), ...(x.softCap ? [number(fixed(row.capped[j]))] : []),
-        ...(row.biases ? [number(fixed(row.scores[j]))] : []), number(seen ? fixed(powers[j], 3) : "0"), weight(row.weights[j]),
+        ...(row.biases ? [number(fixed(row.biases[j])), number(fixed(row.scores[j]))] : []), number(seen ? fixed(powers[j], 3) : "0"), weight(row.weights[j]),
         ...(compare ? [weight(row.unscaled[j], "var(--low)")] : [])];
     };
     const before = columns.length - 2 - (compare && !x.linear);
@@ -348,7 +351,7 @@ function renderStep() {
     says("The values are added up, each times its weight. The sum is what this head found for ", quoted(x.query), "; all heads together are added to its stream.");
     formula("o = Σ_j a_j v_j");
     columns = head("weight", "value", "weight × value");
-    cells = (j) => [el("td", {}, bar(row.weights[j], 0, 1)), el("td", { class: "left" }, strip(value(j), most.v, "value")),
+    cells = (j) => [el("td", {}, bar(row.weights[j], 0, largest(row.weights), "var(--accent)", digits)), el("td", { class: "left" }, strip(value(j), most.v, "value")),
       el("td", { class: "left" }, strip(weighted[j], scale, "weight times value"))];
     total = [el("td"), el("td", {}, largest(rest) > 1e-3 * scale ? "with the vectors of distances" : ""), el("td", { class: "left" }, strip(out, scale, "output"))];
   }
@@ -532,7 +535,7 @@ function renderMeasures() {
       names.map((name) => cell(name, l, h))))));
   if (focused) $("measures").querySelector(`[data-key="${focused}"]`)?.focus({ preventScroll: true });
   const repeats = Number.isNaN(x.measures.repeated.data[0]) ? "No token comes twice in this prompt, so that two columns are empty. " : "";
-  $("measures-note").textContent = `${repeats}${names.map((name) => `${MEASURES[name][0]}: ${MEASURES[name][1]}`).join(". ")}.`;
+  $("measures-note").replaceChildren(repeats, ...names.flatMap((name) => [el("b", {}, MEASURES[name][0]), ` ${MEASURES[name][1]}. `]));
 }
 
 function renderLens() {
@@ -557,11 +560,11 @@ function renderFlow(weights) {
     const options = found.targets.map((id, t) => ({ label: `${x.vocabulary[id]} ${percent(found.p.at(t))}`, nodes: [...spell(x.vocabulary[id]), ` ${percent(found.p.at(t))}`] }));
     choices($("targets"), "Next token", options, x.target, (target) => show({ target }));
   }
-  const gradients = found && found.values.row(x.target), most = found && largest(gradients);
+  const rolled = x.rollout.row(x.query), gradients = found && found.values.row(x.target), most = found && largest(gradients);
   $("flow").replaceChildren(
     el("thead", {}, el("tr", {}, el("th", { class: "token", scope: "col" }, "token"), ["this head's weight", "rollout", ...(found ? ["integrated gradients"] : [])].map((name) => el("th", { scope: "col" }, name)))),
     el("tbody", {}, rows.map((j) => el("tr", { class: j === x.query ? "asked" : "" }, el("th", { class: "token", scope: "row" }, spell(x.tokens[j])),
-      el("td", {}, bar(weights[j], 0, 1)), el("td", {}, bar(x.rollout.at(x.query, j), 0, 1)), found ? el("td", {}, signedBar(gradients[j], most)) : null))));
+      ...[weights, rolled].map((column) => el("td", {}, bar(column[j], 0, largest(column), "var(--accent)", weightDigits()))), found ? el("td", {}, signedBar(gradients[j], most)) : null))));
   const sum = found && gradients.reduce((a, b) => a + b, 0);
   $("flow-sum").replaceChildren(...(found ? [`Integrated gradients sum to ${fixed(sum)}: the logit of `, quote(x.vocabulary[found.targets[x.target]]),
     ` is ${fixed(found.at.at(x.target))} here, and would be ${fixed(found.start.at(x.target))} after ${x.query + 1} start tokens.`] : ["Integrated gradients were left out (explain=0)."]));

@@ -55,10 +55,8 @@ def _visible(c: str) -> str:
     code = ord(c)
     if c in " \n\t":
         return {" ": "␣", "\n": "↵", "\t": "⇥"}[c]
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if 0xDC80 <= code < 0xDD00:
-        return f"⟨{code - 0xDC00:02X}⟩"  # a byte that is no whole character
+    if code < 0x20 or 0xDC80 <= code < 0xDD00:  # a control character, or a byte that is no whole character
+        return f"⟨{code & 0xFF:02X}⟩"
     return c if c.isprintable() else f"⟨U+{code:04X}⟩"
 
 
@@ -227,5 +225,5 @@ def example() -> dict:
         "linear": False,
         "softCap": 0,
         "notes": {"project": "Here they were chosen by hand.", "masks": ["Nothing is hidden: every token sees all."]},
-        "layers": [shown_layer(look.AttentionTrace(q[0], k[0], v[0], allowed, None, weights[0], output[0]))],
+        "layers": [shown_layer(look.AttentionTrace(q, k, v, allowed, None, weights, output))],
     }
