@@ -13,6 +13,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and threads of se
 
 import pytest
 
+from tests.browser import browser_page, chromium  # noqa: F401  fixtures
+
 ROOT = Path(__file__).parents[1]
 
 # Enough to make any run small: appended to a command, the rest of which is what is tested.

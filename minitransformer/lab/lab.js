@@ -145,7 +145,7 @@ let x = exhibits[0];
 let compare = false;
 
 /** A token's text with blanks dimmed. */
-const spell = (text) => text.split(/([␣↵⇥])/).map((part) => (/^[␣↵⇥]$/.test(part) ? el("span", { class: "blank" }, part) : part));
+const spell = (text) => text.split(/([␣↵⇥])/).filter(Boolean).map((part) => (/^[␣↵⇥]$/.test(part) ? el("span", { class: "blank" }, part) : part));
 const quote = (text) => el("span", { class: "q" }, "“", spell(text), "”");
 const quoted = (i) => quote(x.tokens[i]);
 /** d_k and e^s, with their indices lowered and raised. */
@@ -210,7 +210,7 @@ function build() {
     el("div", { role: "option", onclick: () => show({ query: i }) }, spell(x.tokens[i]), el("small", {}))));
   const tabs = ["Project", "Score", x.linear ? "Normalise" : "Scale, softmax", "Mix"];
   $("step-tabs").replaceChildren(...tabs.map((name, i) =>
-    el("button", { role: "tab", id: `tab-${i}`, "aria-controls": "step", onclick: () => show({ step: i }) }, el("i", {}, `${i + 1}`), name)));
+    el("button", { role: "tab", id: `tab-${i}`, "aria-controls": "step", onclick: () => show({ step: i }) }, el("i", {}, `${i + 1}`), ` ${name}`)));
   for (const [id, there] of [["measures-part", x.measures], ["lens-part", x.lens], ["flow-part", x.rollout]]) $(id).hidden = !there;
   buildOverview();
   if (x.lens) buildLens();
@@ -543,7 +543,7 @@ function renderLens() {
   $("expect-title").replaceChildren("After ", quoted(i));
   const likely = (depth, place) => {
     const p = x.lens.p.at(depth, i, place);
-    return el("td", { style: filled(heat(p)) }, quote(x.vocabulary[x.lens.ids[depth][i][place]]), el("span", { class: "p" }, percent(p)));
+    return el("td", { style: filled(heat(p)) }, quote(x.vocabulary[x.lens.ids[depth][i][place]]), " ", el("span", { class: "p" }, percent(p)));
   };
   $("expect").replaceChildren(
     el("thead", {}, el("tr", {}, el("th", { class: "token", scope: "col" }, ""), el("th", { class: "left", colspan: x.lens.p.shape[2], scope: "col" }, "likeliest next tokens"),

@@ -42,7 +42,7 @@ def run(config: LabConfig) -> None:
             except ValueError as error:
                 return page(shown, served=True, error=str(error))
 
-        serve(config.port, config.prompt, answer)
+        serve(make_server(config.port, config.prompt, answer))
 
 
 def write(text: str, path: Path, elsewhere: bool) -> Path:
@@ -60,8 +60,17 @@ def write(text: str, path: Path, elsewhere: bool) -> Path:
     return path
 
 
-def serve(port: int, first: str, make: Callable[[str], str]) -> None:
-    """Answer / and /?prompt=... on localhost with a page, until Ctrl-C.
+def serve(server: ThreadingHTTPServer) -> None:
+    """Open a browser on the server, and answer until Ctrl-C."""
+    with server, contextlib.suppress(KeyboardInterrupt):
+        address = f"http://localhost:{server.server_port}/"
+        print(f"{address} shows it, and other prompts; Ctrl-C ends", flush=True)
+        webbrowser.open(address)
+        server.serve_forever()
+
+
+def make_server(port: int, first: str, make: Callable[[str], str]) -> ThreadingHTTPServer:
+    """A server on localhost whose / is `make(first)`, and /?prompt=... the page of another prompt.
 
     Raises:
         ValueError: the port is taken.
@@ -85,12 +94,6 @@ def serve(port: int, first: str, make: Callable[[str], str]) -> None:
             pass
 
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except OSError as error:
         raise ValueError(f"port={port} cannot be opened ({error.strerror}); port=0 takes one that is free") from None
-    with server:
-        address = f"http://localhost:{server.server_port}/"
-        print(f"{address} shows it, and other prompts; Ctrl-C ends", flush=True)
-        webbrowser.open(address)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()

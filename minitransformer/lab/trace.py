@@ -15,8 +15,8 @@ from minitransformer.model.transformer import Transformer
 class AttentionTrace:
     """One layer's attention over n tokens, in the order of its steps.
 
-    q: (H, n, D), k and v: (H_kv, n, D), as they meet: normed, turned by rotary positions, shifted by Transformer-XL's u;
-        for linear attention q and k have been through its feature map.
+    q: (H, n, D), k and v: (H_kv, n, D), as they meet: normed, turned by rotary positions, shifted by Transformer-XL's
+        u; for linear attention q and k have been through its feature map.
     allowed: bool (n, n), the mask. bias: (H, n, n), added to the scaled scores, or None.
     weights: (H, n, n), rows are queries. output: (H, n, D), what each head gathered, before the output projection.
     """
@@ -120,9 +120,7 @@ def integrated_gradients(
     rows = tokens.expand(len(targets), -1)
     empty = torch.full_like(rows, baseline)
     method = LayerIntegratedGradients(forward, model.embedding)
-    found = method.attribute(
-        rows, empty, additional_forward_args=targets, n_steps=n_steps, internal_batch_size=n_steps
-    )
+    found = method.attribute(rows, empty, additional_forward_args=targets, n_steps=n_steps, internal_batch_size=n_steps)
     with torch.no_grad():
         return found.sum(-1).detach(), forward(rows, targets), forward(empty, targets)
 
