@@ -151,7 +151,8 @@ class Tokenizer:
         """Ids of the text, without boundary.
 
         Raises:
-            ValueError: a character tokenizer does not know some of the characters (they are named).
+            ValueError: the text cannot be written as UTF-8, or has characters that a character tokenizer does not know
+                (they are named).
         """
         self._check(text)
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -210,6 +211,10 @@ class Tokenizer:
         return self.token_bytes[i]
 
     def _check(self, text: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # what a command line makes of bytes that are not UTF-8
+            raise ValueError(f"the text is not UTF-8 at character {error.start}: {text[:20]!r}") from None
         if self.characters and (unknown := sorted(set(text) - self.characters)):
             shown = ", ".join(repr(c) for c in unknown[:10])
             raise ValueError(f"the character tokenizer does not know {shown}; it knows those of its training text")

@@ -138,11 +138,17 @@ function hideTip() { $("tip").hidden = true; }
 const { served, error, exhibits } = unpack(JSON.parse($("data").textContent));
 for (const x of exhibits) {
   x.n = x.tokens.length;
-  Object.assign(x, x.first, { step: 0, view: "weights", target: 0, sort: null, cell: [x.first.query, 0] });
+  Object.assign(x, x.first, { step: 0, view: "weights", target: 0, sort: null, cell: [-1, 0] });
   for (const layer of x.layers) layer.allowed = layer.allowed.map((row) => Array.from(row, (c) => c === "1"));
 }
 let x = exhibits[0];
 let compare = false;
+
+/** The key that the query looks at most. */
+function strongest(query) {
+  const weights = x.layers[x.layer].weights.row(x.head, query);
+  return weights.indexOf(Math.max(...weights));
+}
 
 /** A token's text with blanks dimmed. */
 const spell = (text) => text.split(/([␣↵⇥])/).filter(Boolean).map((part) => (/^[␣↵⇥]$/.test(part) ? el("span", { class: "blank" }, part) : part));
@@ -187,10 +193,8 @@ function choices(place, name, options, current, choose) {
 
 function show(change) {
   Object.assign(x, change);
-  if ("query" in change) {
-    x.target = 0;
-    x.cell = [x.query, x.cell[1]];
-  }
+  if ("query" in change) x.target = 0;
+  if (x.query !== x.cell[0]) x.cell = [x.query, strongest(x.query)];
   render();
 }
 
@@ -203,7 +207,7 @@ function chooseExhibit(i) {
 
 function build() {
   document.title = `Attention lab · ${x.name}`;
-  $("about").textContent = exhibits.length > 1 ? x.about : `${x.name}. ${x.about}`;
+  $("about").replaceChildren(...(exhibits.length > 1 ? [] : [`${x.name}. `]), ...formatted(x.about));
   choices($("exhibits"), "Shown:", exhibits.map((one) => one.name), exhibits.indexOf(x), chooseExhibit);
   $("exhibits").querySelectorAll("input")[exhibits.indexOf(x)].checked = true;
   $("tokens").replaceChildren(...range(x.n).map((i) =>
@@ -214,7 +218,7 @@ function build() {
   for (const [id, there] of [["measures-part", x.measures], ["lens-part", x.lens], ["flow-part", x.rollout]]) $(id).hidden = !there;
   buildOverview();
   if (x.lens) buildLens();
-  render();
+  show({});
 }
 
 function buildOverview() {
@@ -465,7 +469,7 @@ function hatch(context, left, top, side) {
 
 function renderLegend(isSigned, most) {
   const scale = pixels(1, 90, (_, i) => (isSigned ? ramp(palette.signed, i / 89) : ramp(palette.heat, i / 89)), {});
-  const hidden = [el("span", { class: "hatch" }), "hidden by the mask"];
+  const hidden = [el("span", { class: "hatch" }), "masked"];
   if (x.view === "mask") $("legend").replaceChildren(el("span", { style: `${filled(heat(0.3))};width:1.1rem;height:.8rem` }), "seen", ...hidden);
   else if (isSigned) $("legend").replaceChildren(fixed(-most), scale, fixed(most), ...hidden);
   else $("legend").replaceChildren("0", scale, "1 (0.25 in the middle)", ...(x.view === "rollout" ? [] : hidden));

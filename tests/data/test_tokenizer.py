@@ -76,6 +76,13 @@ def test_saving_keeps_ids_and_fingerprint():
     assert BPE.fingerprint != BYTES.fingerprint
 
 
+def test_text_that_is_not_utf8_is_named():
+    """Python makes lone surrogates of such bytes on a command line."""
+    for tokenizer in (BPE, BYTES, Tokenizer.train_characters(["ab"])):
+        with pytest.raises(ValueError, match="not UTF-8 at character 2"):
+            tokenizer.encode("ab\udcff")
+
+
 def test_wrong_input_is_named():
     with pytest.raises(ValueError, match=r"'x', 'y'"):
         Tokenizer.train_characters(["abc"]).encode("axby")

@@ -151,6 +151,7 @@ def test_the_command_writes_beside_the_model_and_says_where(command, run_dir):
     ("words", "said"),
     [
         (["prompt="], "prompt is empty"),
+        (["prompt=\udcff\udcfe"], "the text is not UTF-8 at character 0"),
         (["layer=7"], "layer=7 does not exist; the model has layers 0 to 1"),
         (["head=4"], "head=4 does not exist; the model has heads 0 to 3"),
         (["prompt=" + 80 * "word "], "the model holds 64"),
