@@ -12,7 +12,8 @@ class LabConfig:
     checkpoint: a run directory or a model file (None: the newest run under `runs_dir`).
     prompt: the text that the model reads; its attention is shown.
     layer, head: which the page shows first.
-    explain: so many likely next tokens at each place, and the one that came, get integrated gradients (0: none).
+    explain: so many likely next tokens at a place, and the one that came, get integrated gradients (0: none).
+    explain_places: at so many of the last places (None: as many as take about half a minute).
     out: the page (None: lab.html beside the model; in the working directory where that place is read-only).
     serve: then serve the page on localhost and open a browser, where other prompts can be typed, until Ctrl-C.
     port: of the server (0: any that is free).
@@ -25,6 +26,7 @@ class LabConfig:
     layer: int = 0
     head: int = 0
     explain: int = 3
+    explain_places: int | None = None
     out: str | None = None
     serve: bool = False
     port: int = 8000
@@ -32,5 +34,7 @@ class LabConfig:
 
     def __post_init__(self) -> None:
         at_least("explain", self.explain, 0)
+        if self.explain_places is not None:
+            at_least("explain_places", self.explain_places, 1)
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port={self.port} is out of range; it must be 0 to {2**16 - 1}")

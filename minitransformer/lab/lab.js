@@ -558,7 +558,8 @@ function renderLens() {
 }
 
 function renderFlow(weights) {
-  const found = x.explained && x.explained[x.query], rows = range(x.query + 1);
+  const explained = x.explained.filter((place) => place.targets.length).length;
+  const found = x.explained[x.query].targets.length ? x.explained[x.query] : null, rows = range(x.query + 1);
   $("targets").hidden = !found;
   if (found) {
     const options = found.targets.map((id, t) => ({ label: `${x.vocabulary[id]} ${percent(found.p.at(t))}`, nodes: [...spell(x.vocabulary[id]), ` ${percent(found.p.at(t))}`] }));
@@ -571,7 +572,7 @@ function renderFlow(weights) {
       ...[weights, rolled].map((column) => el("td", {}, bar(column[j], 0, largest(column), "var(--accent)", weightDigits()))), found ? el("td", {}, signedBar(gradients[j], most)) : null))));
   const sum = found && gradients.reduce((a, b) => a + b, 0);
   $("flow-sum").replaceChildren(...(found ? [`Integrated gradients sum to ${fixed(sum)}: the logit of `, quote(x.vocabulary[found.targets[x.target]]),
-    ` is ${fixed(found.at.at(x.target))} here, and would be ${fixed(found.start.at(x.target))} after ${x.query + 1} start tokens.`] : ["Integrated gradients were left out (explain=0)."]));
+    ` is ${fixed(found.at.at(x.target))} here, and would be ${fixed(found.start.at(x.target))} after ${x.query + 1} start tokens.`] : [explained ? `Integrated gradients were computed for the last ${explained} tokens alone, to save time (explain_places=${x.n} does all).` : "Integrated gradients were left out (explain=0)."]));
 }
 
 // Keys and pointers -----------------------------------------------------------------------------------------------

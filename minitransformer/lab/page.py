@@ -13,10 +13,12 @@ from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.generate import fitting
 from minitransformer.lab import trace as look
 from minitransformer.model.attention import scaled_dot_product_attention
-from minitransformer.model.config import ModelConfig
+from minitransformer.model.config import BIASED_POSITIONS, ModelConfig
+from minitransformer.model.cost import flops_per_token
 from minitransformer.model.transformer import Transformer, check_head
 
 MAX_BYTES = 32 * 2**20  # of a page's numbers; browsers are slow with more
+BUDGET = 4e12  # floating-point operations for integrated gradients: about half a minute of one CPU core
 SHOWN = 5  # likely next tokens listed at each place
 
 POSITION_NOTES = {
@@ -80,27 +82,38 @@ def page(exhibits: list[dict], served: bool = False, error: str = "") -> str:
 
 
 def exhibit(
-    model: Transformer, tokenizer: Tokenizer, prompt: str, name: str, layer: int = 0, head: int = 0, explain: int = 3
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str,
+    name: str,
+    layer: int = 0,
+    head: int = 0,
+    explain: int = 3,
+    explain_places: int | None = None,
 ) -> dict:
-    """All that the page shows of a model reading a prompt.
+    """All that the page shows of a model reading a prompt. The settings are those of `LabConfig`.
 
     Raises:
         ValueError: the prompt is empty, longer than the model or the page holds, or there is no such layer or head.
     """
-    check_head(model.config, layer, head)
+    config = model.config
+    check_head(config, layer, head)
     if not prompt:
         raise ValueError("prompt is empty; give a text to look at, such as prompt='time flies like an arrow'")
     ids = [tokenizer.boundary, *tokenizer.encode(prompt)]
     fitting(model, len(ids), max_new_tokens=1)
-    check_size(model.config, len(ids), explain)
+    check_size(config, len(ids), explain)
     tokens = torch.tensor(ids, device=model.embedding.weight.device)
     seen = look.trace(model, tokens)
     lens = look.logit_lens(model, seen.streams)[..., : tokenizer.vocab_size].float().softmax(-1)
-    explained = [attributions(model, tokens[: i + 1], p, ids[i + 1 : i + 2], explain) for i, p in enumerate(lens[-1])]
+    places = affordable(config, len(ids), explain) if explain_places is None else explain_places
+    explained = [
+        attributions(model, tokens[: i + 1], p, ids[i + 1 : i + 2], explain if i >= len(ids) - places else 0)
+        for i, p in enumerate(lens[-1])
+    ]
     top = lens.topk(min(SHOWN, lens.shape[-1]))
     named = {*ids, *top.indices.flatten().tolist(), *(t for found in explained for t in found["targets"])}
     came = lens[:, :-1].gather(-1, tokens[1:].expand(len(lens), -1)[..., None])[..., 0]
-    config = model.config
     return {
         "name": name,
         "about": about(model),
@@ -118,12 +131,12 @@ def exhibit(
         "rollout": packed(look.rollout(seen.weights)),
         "measures": measures(model, tokenizer, seen),
         "lens": {"ids": top.indices.tolist(), "p": packed(top.values), "came": packed(came)},
-        "explained": explained if explain else None,
+        "explained": explained,
     }
 
 
 def attributions(model: Transformer, tokens: Tensor, probabilities: Tensor, came: list[int], explain: int) -> dict:
-    """Integrated gradients of the `explain` likeliest next tokens after `tokens`, and of the one that came."""
+    """Integrated gradients of the `explain` likeliest next tokens after `tokens`, and of the one that came, if any."""
     if not explain:
         return {"targets": []}
     targets = probabilities.topk(min(explain, len(probabilities))).indices.tolist()
@@ -133,6 +146,17 @@ def attributions(model: Transformer, tokens: Tensor, probabilities: Tensor, came
     )
     p = probabilities[targets]
     return {"targets": targets, "values": packed(found), "p": packed(p), "at": packed(at), "start": packed(start)}
+
+
+def affordable(config: ModelConfig, n: int, explain: int) -> int:
+    """At how many of the last of n places `explain` tokens and one more get integrated gradients within BUDGET."""
+    spent = 0.0
+    for count, length in enumerate(range(n, 0, -1)):
+        # Backward to the embeddings alone costs as much as forward.
+        spent += 2 * flops_per_token(config, length) * length * (explain + 1) * look.N_STEPS
+        if spent > BUDGET:
+            return max(count, 1)
+    return n
 
 
 def measures(model: Transformer, tokenizer: Tokenizer, seen: look.Trace) -> dict:
@@ -184,7 +208,7 @@ def mask_note(config: ModelConfig, layer: int) -> str:
 def page_bytes(config: ModelConfig, n: int, explain: int) -> int:
     """About how large the numbers of a prompt of n tokens are on the page."""
     width = config.head_width if config.attention.features is None else config.attention.features
-    biased = config.position in ("alibi", "t5", "shaw", "transformer_xl")
+    biased = config.position in BIASED_POSITIONS
     vectors = (config.n_heads + config.kv_heads) * n * (width + config.head_width)
     floats = config.n_layers * (vectors + config.n_heads * n * n * (1 + biased)) + (explain + 1) * n * n // 2
     return floats * 16 // 3

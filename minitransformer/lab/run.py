@@ -28,7 +28,9 @@ def run(config: LabConfig) -> None:
         beside = path if path.is_dir() else path.parent
 
         def exhibits(prompt: str) -> list[dict]:
-            one = exhibit(model, tokenizer, prompt, str(path), config.layer, config.head, config.explain)
+            one = exhibit(
+                model, tokenizer, prompt, str(path), config.layer, config.head, config.explain, config.explain_places
+            )
             return [one, example()]
 
     shown = exhibits(config.prompt)

@@ -18,7 +18,17 @@ from minitransformer import Tokenizer
 from minitransformer.checkpoint import save_model
 from minitransformer.lab import run as lab
 from minitransformer.lab.config import LabConfig
-from minitransformer.lab.page import MAX_BYTES, check_size, example, exhibit, page, page_bytes, visible
+from minitransformer.lab.page import (
+    BUDGET,
+    MAX_BYTES,
+    affordable,
+    check_size,
+    example,
+    exhibit,
+    page,
+    page_bytes,
+    visible,
+)
 from minitransformer.model.config import ModelConfig
 from tests.conftest import ROOT, sentences
 from tests.model.models import make
@@ -111,6 +121,19 @@ def test_what_cannot_be_shown_is_refused_by_name(prompt, place, said):
         exhibit(make(vocab_size=257), BYTES, prompt, "x", **place)
 
 
+def test_only_as_many_places_are_explained_as_half_a_minute_allows():
+    small = ModelConfig(vocab_size=257, d_model=64, n_layers=2)
+    assert affordable(small, 100, 3) == 100
+    gpt2 = ModelConfig(vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_seq_len=1024)
+    assert affordable(gpt2, 1000, 3) == 1
+    # 12 layers of 12 * 768^2 parameters and a head of 50257 * 768: 2 operations each for a token forward, 2 backward,
+    # for 4 targets at 32 points. So 63 tokens are read, enough for the last places of 20 + 19 + 18 tokens.
+    assert BUDGET // (4 * (12 * 12 * 768**2 + 50257 * 768) * 4 * 32) == 63
+    assert affordable(gpt2, 20, 3) == 3
+    one = exhibit(make(vocab_size=257), BYTES, "abca", "x", explain=1, explain_places=2)
+    assert [bool(found["targets"]) for found in one["explained"]] == [False, False, False, True, True]
+
+
 def test_attributions_are_of_likely_tokens_and_of_the_one_that_came():
     one = exhibit(make(vocab_size=257), BYTES, "abca", "x", explain=2)
     lens = one["lens"]["ids"][-1]
@@ -158,6 +181,7 @@ def test_the_command_writes_beside_the_model_and_says_where(command, run_dir):
         (["checkpoint=runs/other"], "checkpoint=runs/other does not exist"),
         (["out=runs"], "out=runs is a directory"),
         (["explain=-1"], "explain=-1"),
+        (["explain_places=0"], "explain_places=0"),
         (["port=70000"], "port=70000 is out of range"),
         (["queri=1"], "queri is not a setting"),
     ],
