@@ -1,6 +1,6 @@
 """Settings of the attention lab."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from minitransformer.model.config import at_least
 
@@ -38,3 +38,10 @@ class LabConfig:
             at_least("explain_places", self.explain_places, 1)
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port={self.port} is out of range; it must be 0 to {2**16 - 1}")
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if "port" in given and not self.serve:
+            raise ValueError(f"port={self.port} is for serve=true")
+        if "explain_places" in given and not self.explain:
+            raise ValueError(f"explain_places={self.explain_places} cannot go with explain=0, which explains nothing")
+        if self.example and (unused := sorted(given.keys() - {"example", "out", "serve", "port"})):
+            raise ValueError(f"example=true needs no model and takes out, serve and port; not {', '.join(unused)}")

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import unicodedata
+from collections.abc import Callable, Iterable
 from importlib.resources import files
 
 import torch
@@ -90,8 +91,11 @@ def exhibit(
     head: int = 0,
     explain: int = 3,
     explain_places: int | None = None,
+    track: Callable[[range], Iterable[int]] = iter,
 ) -> dict:
     """All that the page shows of a model reading a prompt. The settings are those of `LabConfig`.
+
+    track: passes on the places whose next tokens are explained, which takes longest.
 
     Raises:
         ValueError: the prompt is empty, longer than the model or the page holds, or there is no such layer or head.
@@ -107,9 +111,11 @@ def exhibit(
     seen = look.trace(model, tokens)
     lens = look.logit_lens(model, seen.streams)[..., : tokenizer.vocab_size].float().softmax(-1)
     places = affordable(config, len(ids), explain) if explain_places is None else explain_places
-    explained = [
-        attributions(model, tokens[: i + 1], p, ids[i + 1 : i + 2], explain if i >= len(ids) - places else 0)
-        for i, p in enumerate(lens[-1])
+    first = max(0, len(ids) - places) if explain else len(ids)
+    explained = [{"targets": []}] * first
+    explained += [
+        attributions(model, tokens[: i + 1], lens[-1, i], ids[i + 1 : i + 2], explain)
+        for i in track(range(first, len(ids)))
     ]
     top = lens.topk(min(SHOWN, lens.shape[-1]))
     named = {*ids, *top.indices.flatten().tolist(), *(t for found in explained for t in found["targets"])}
@@ -137,8 +143,6 @@ def exhibit(
 
 def attributions(model: Transformer, tokens: Tensor, probabilities: Tensor, came: list[int], explain: int) -> dict:
     """Integrated gradients of the `explain` likeliest next tokens after `tokens`, and of the one that came, if any."""
-    if not explain:
-        return {"targets": []}
     targets = probabilities.topk(min(explain, len(probabilities))).indices.tolist()
     targets = list(dict.fromkeys(targets + came))
     found, at, start = look.integrated_gradients(

@@ -4,10 +4,13 @@ import contextlib
 import errno
 import threading
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
+
+from rich.console import Console
+from rich.progress import track
 
 from minitransformer.checkpoint import atomic_write, latest_run, load
 from minitransformer.lab.config import LabConfig
@@ -29,8 +32,9 @@ def run(config: LabConfig) -> None:
 
         def exhibits(prompt: str) -> list[dict]:
             one = exhibit(
-                model, tokenizer, prompt, str(path), config.layer, config.head, config.explain, config.explain_places
-            )
+                model, tokenizer, prompt, str(path), config.layer, config.head, config.explain, config.explain_places,
+                track=progress,
+            )  # fmt: skip
             return [one, example()]
 
     shown = exhibits(config.prompt)
@@ -45,6 +49,14 @@ def run(config: LabConfig) -> None:
                 return page(shown, served=True, error=str(error))
 
         serve(make_server(config.port, config.prompt, answer))
+
+
+def progress(places: range) -> Iterable[int]:
+    """A bar while the places are gone through, where there is a terminal to draw it on."""
+    terminal = Console(stderr=True)
+    return track(
+        places, "integrated gradients", console=terminal, transient=True, disable=not (places and terminal.is_terminal)
+    )
 
 
 def write(text: str, path: Path, elsewhere: bool) -> Path:
