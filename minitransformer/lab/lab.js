@@ -151,7 +151,8 @@ function strongest(query) {
 }
 
 /** A token's text with blanks dimmed. */
-const spell = (text) => text.split(/([␣↵⇥])/).filter(Boolean).map((part) => (/^[␣↵⇥]$/.test(part) ? el("span", { class: "blank" }, part) : part));
+const spell = (text) => text.split(/([␣↵⇥])/).filter(Boolean).map((part) =>
+  "␣↵⇥".includes(part) ? el("span", { class: "blank" }, part) : part);
 const quote = (text) => el("span", { class: "q" }, "“", spell(text), "”");
 const quoted = (i) => quote(x.tokens[i]);
 /** d_k and e^s, with their indices lowered and raised. */
@@ -176,8 +177,8 @@ function attend(layer, head, query) {
 }
 
 /** Native radio buttons; built again only when the options change, so that focus stays. */
-function choices(place, name, options, current, choose) {
-  const signature = JSON.stringify(options.map((option) => [x.name, option.label ?? option]));
+function choices(place, name, options, current, choose, least = 2) {
+  const signature = JSON.stringify(options.map((option) => option.label ?? option));
   if (place.dataset.signature !== signature) {
     place.dataset.signature = signature;
     place.setAttribute("role", "radiogroup");
@@ -186,9 +187,8 @@ function choices(place, name, options, current, choose) {
       el("label", {}, el("input", { type: "radio", name: place.id, value: i, "aria-label": `${name} ${option.label ?? option}`, onchange: () => choose(i) }),
         el("span", {}, option.nodes ?? option))));
   }
-  place.hidden = options.length < 2 && place.id !== "targets";
-  const input = place.querySelectorAll("input")[current];
-  if (input) input.checked = true;
+  place.hidden = options.length < least;
+  place.querySelectorAll("input")[current].checked = true;
 }
 
 function show(change) {
@@ -209,9 +209,8 @@ function build() {
   document.title = `Attention lab · ${x.name}`;
   $("about").replaceChildren(...(exhibits.length > 1 ? [] : [`${x.name}. `]), ...formatted(x.about));
   choices($("exhibits"), "Shown:", exhibits.map((one) => one.name), exhibits.indexOf(x), chooseExhibit);
-  $("exhibits").querySelectorAll("input")[exhibits.indexOf(x)].checked = true;
   $("tokens").replaceChildren(...range(x.n).map((i) =>
-    el("div", { role: "option", onclick: () => show({ query: i }) }, spell(x.tokens[i]), el("small", {}))));
+    el("div", { role: "option", onclick: () => show({ query: i }) }, spell(x.tokens[i]), el("small"))));
   const tabs = ["Project", "Score", x.linear ? "Normalise" : "Scale, softmax", "Mix"];
   $("step-tabs").replaceChildren(...tabs.map((name, i) =>
     el("button", { role: "tab", id: `tab-${i}`, "aria-controls": "step", onclick: () => show({ step: i }) }, el("i", {}, `${i + 1}`), ` ${name}`)));
@@ -251,7 +250,8 @@ function render() {
   choices($("layer"), "Layer", range(x.layers.length).map(String), x.layer, (layer) => show({ layer }));
   choices($("head"), "Head", range(x.heads).map(String), x.head, (head) => show({ head }));
   const best = range(x.n).sort((a, b) => weights[b] - weights[a]).slice(0, 3).filter((i) => weights[i] >= 0.005);
-  $("summary").replaceChildren(quoted(x.query), " looks at ", ...best.flatMap((i, place) => [place ? ", " : "", quoted(i), ` ${fixed(weights[i], weightDigits())}`]));
+  $("summary").replaceChildren(quoted(x.query), " looks at ",
+    ...best.flatMap((i, place) => [place ? ", " : "", quoted(i), ` ${fixed(weights[i], weightDigits())}`]));
   renderStep();
   renderMap();
   for (const option of $("overview").querySelectorAll("[role=radio]")) {
@@ -560,10 +560,10 @@ function renderLens() {
 function renderFlow(weights) {
   const explained = x.explained.filter((place) => place.targets.length).length;
   const found = x.explained[x.query].targets.length ? x.explained[x.query] : null, rows = range(x.query + 1);
-  $("targets").hidden = !found;
+  $("targets").hidden = true;
   if (found) {
     const options = found.targets.map((id, t) => ({ label: `${x.vocabulary[id]} ${percent(found.p.at(t))}`, nodes: [...spell(x.vocabulary[id]), ` ${percent(found.p.at(t))}`] }));
-    choices($("targets"), "Next token", options, x.target, (target) => show({ target }));
+    choices($("targets"), "Next token", options, x.target, (target) => show({ target }), 1);
   }
   const rolled = x.rollout.row(x.query), gradients = found && found.values.row(x.target), most = found && largest(gradients);
   $("flow").replaceChildren(

@@ -186,6 +186,13 @@ def test_keys_move_queries_heads_layers_and_steps(browser_page, files):
     view.get_by_role("tab", name="3 Scale").focus()
     view.keyboard.press("ArrowRight")
     assert state() == [1, 1, 1, 3]
+    for place, key in (("head", "ArrowLeft"), ("views", "ArrowRight"), ("exhibits", "ArrowRight")):
+        view.locator(f"#{place} input:checked").focus()
+        before = view.evaluate("document.activeElement.ariaLabel")
+        view.keyboard.press(key)
+        assert view.evaluate(f"document.activeElement.closest('#{place}') !== null")
+        assert view.evaluate("document.activeElement.checked && document.activeElement.ariaLabel") != before
+    assert view.evaluate("x.name") == "Textbook example"
 
 
 def test_everything_is_reached_by_the_tab_key_and_has_a_name(browser_page, files):
