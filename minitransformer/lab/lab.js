@@ -16,6 +16,17 @@ function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+const td = (...children) => el("td", {}, ...children);
+const left = (...children) => el("td", { class: "left" }, ...children);
+const tableRow = (name, cells, attributes = {}) =>
+  el("tr", attributes, el("th", { class: "token", scope: "row" }, name), cells);
+
+function fillTable(table, corner, columns, rows) {
+  const header = columns.map((column) => (typeof column === "string" ? el("th", { scope: "col" }, column) : column));
+  table.replaceChildren(el("thead", {}, el("tr", {}, el("th", { class: "token", scope: "col" }, corner), header)),
+    el("tbody", {}, rows));
+}
+
 /** Numbers from Python: a shape, and fp32 in base64. */
 class Tensor {
   constructor({ shape, data }) {
@@ -104,8 +115,9 @@ function strip(values, most, name) {
     return el("span", { class: "vector" }, Array.from(values, (x) => el("b", { style: filled(signed(x, most)) }, fixed(x))));
   }
   const low = fixed(Math.min(...values)), high = fixed(Math.max(...values));
-  const label = `${name}: ${values.length} numbers from ${low} to ${high}`;
-  const canvas = pixels(1, values.length, (_, i) => signed(values[i], most), { class: "strip", role: "img", "aria-label": label });
+  const canvas = pixels(1, values.length, (_, i) => signed(values[i], most), {
+    class: "strip", role: "img", "aria-label": `${name}: ${values.length} numbers from ${low} to ${high}`,
+  });
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
     const i = clamp(Math.floor(((event.clientX - box.left) / box.width) * values.length), 0, values.length - 1);
@@ -183,9 +195,11 @@ function choices(place, name, options, current, choose, least = 2) {
     place.dataset.signature = signature;
     place.setAttribute("role", "radiogroup");
     place.setAttribute("aria-label", name);
+    const radio = (option, i) => el("input", {
+      type: "radio", name: place.id, "aria-label": `${name} ${option.label ?? option}`, onchange: () => choose(i),
+    });
     place.replaceChildren(el("b", { "aria-hidden": "true" }, name), ...options.map((option, i) =>
-      el("label", {}, el("input", { type: "radio", name: place.id, value: i, "aria-label": `${name} ${option.label ?? option}`, onchange: () => choose(i) }),
-        el("span", {}, option.nodes ?? option))));
+      el("label", {}, radio(option, i), el("span", {}, option.nodes ?? option))));
   }
   place.hidden = options.length < least;
   place.querySelectorAll("input")[current].checked = true;
@@ -212,20 +226,27 @@ function build() {
   $("tokens").replaceChildren(...range(x.n).map((i) =>
     el("div", { role: "option", onclick: () => show({ query: i }) }, spell(x.tokens[i]), el("small"))));
   const tabs = ["Project", "Score", x.linear ? "Normalise" : "Scale, softmax", "Mix"];
-  $("step-tabs").replaceChildren(...tabs.map((name, i) =>
-    el("button", { role: "tab", id: `tab-${i}`, "aria-controls": "step", onclick: () => show({ step: i }) }, el("i", {}, `${i + 1}`), ` ${name}`)));
-  for (const [id, there] of [["measures-part", x.measures], ["lens-part", x.lens], ["flow-part", x.rollout]]) $(id).hidden = !there;
+  $("step-tabs").replaceChildren(...tabs.map((name, i) => {
+    const attributes = { role: "tab", id: `tab-${i}`, "aria-controls": "step", onclick: () => show({ step: i }) };
+    return el("button", attributes, el("i", {}, `${i + 1}`), ` ${name}`);
+  }));
+  $("measures-part").hidden = !x.measures;
+  $("lens-part").hidden = !x.lens;
+  $("flow-part").hidden = !x.rollout;
   buildOverview();
   if (x.lens) buildLens();
   show({});
 }
 
 function buildOverview() {
+  const mini = (l, h) => {
+    const attributes = { role: "radio", "aria-label": `layer ${l}, head ${h}`, onclick: () => show({ layer: l, head: h }) };
+    const { weights } = x.layers[l];
+    return el("div", attributes, pixels(x.n, x.n, (q, k) => heat(weights.at(h, q, k)), { "aria-hidden": "true" }), `${h}`);
+  };
   $("overview-part").hidden = x.layers.length * x.heads === 1;
-  $("overview").replaceChildren(...x.layers.map((layer, l) => el("div", {}, el("span", {}, `Layer ${l}`), range(x.heads).map((h) => {
-    const mini = pixels(x.n, x.n, (q, k) => heat(layer.weights.at(h, q, k)), { "aria-hidden": "true" });
-    return el("div", { role: "radio", "aria-label": `layer ${l}, head ${h}`, onclick: () => show({ layer: l, head: h }) }, mini, `${h}`);
-  }))));
+  $("overview").replaceChildren(...range(x.layers.length).map((l) =>
+    el("div", {}, el("span", {}, `Layer ${l}`), range(x.heads).map((h) => mini(l, h)))));
 }
 
 const depths = () => ["embedding", ...x.layers.map((_, l) => `after layer ${l}`)];
@@ -233,13 +254,12 @@ const depths = () => ["embedding", ...x.layers.map((_, l) => `after layer ${l}`)
 function buildLens() {
   const cell = (depth, i) => {
     const p = x.lens.p.at(depth, i, 0), text = x.vocabulary[x.lens.ids[depth][i][0]];
-    return el("td", { style: filled(heat(p)), title: `${text}  ${percent(p)}`, onclick: () => show({ query: i }) }, spell(text));
+    const attributes = { style: filled(heat(p)), title: `${text}  ${percent(p)}`, onclick: () => show({ query: i }) };
+    return el("td", attributes, spell(text));
   };
-  $("lens").replaceChildren(
-    el("thead", {}, el("tr", {}, el("th", { class: "token", scope: "col" }, "after"), range(x.n).map((i) =>
-      el("th", { scope: "col", onclick: () => show({ query: i }) }, spell(x.tokens[i]))))),
-    el("tbody", {}, depths().map((name, depth) =>
-      el("tr", {}, el("th", { class: "token", scope: "row" }, name), range(x.n).map((i) => cell(depth, i))))));
+  fillTable($("lens"), "after",
+    range(x.n).map((i) => el("th", { scope: "col", onclick: () => show({ query: i }) }, spell(x.tokens[i]))),
+    depths().map((name, depth) => tableRow(name, range(x.n).map((i) => cell(depth, i)))));
 }
 
 // Drawn at every change -------------------------------------------------------------------------------------------
@@ -268,11 +288,12 @@ function renderTokens(weights) {
   const { allowed } = x.layers[x.layer];
   const bar = $("tokens");
   [...bar.children].forEach((option, i) => {
-    const visible = allowed[x.query][i];
+    const visible = allowed[x.query][i], weight = fixed(weights[i], weightDigits());
     option.style = visible ? filled(heat(weights[i])) : "color:var(--soft)";
-    option.lastChild.textContent = visible ? fixed(weights[i], weightDigits()) : "hidden";
+    option.lastChild.textContent = visible ? weight : "hidden";
     option.setAttribute("aria-selected", i === x.query);
-    option.setAttribute("aria-label", `“${x.tokens[i]}”, token ${i + 1} of ${x.n}, ${visible ? `weight ${fixed(weights[i], weightDigits())}` : "hidden"}`);
+    const said = visible ? `weight ${weight}` : "hidden";
+    option.setAttribute("aria-label", `“${x.tokens[i]}”, token ${i + 1} of ${x.n}, ${said}`);
     option.tabIndex = i === x.query ? 0 : -1;
   });
   const chosen = bar.children[x.query];
@@ -284,11 +305,108 @@ function renderTokens(weights) {
 // The four steps --------------------------------------------------------------------------------------------------
 
 const MANY = 32; // with more tokens, those that the mask hides share one line
+let numbersOpen = false;
+
+/** What the steps are about: the query, and the keys and values of its head. */
+function asked() {
+  const { q, k, v, output } = x.layers[x.layer], kv = kvHead(x.head);
+  return {
+    ...attend(x.layer, x.head, x.query), query: q.row(x.head, x.query), output: output.row(x.head, x.query),
+    key: (j) => k.row(kv, j), value: (j) => v.row(kv, j), mostKey: largest(k.row(kv)), mostValue: largest(v.row(kv)),
+  };
+}
+
+const askedQuery = (at) => [el("span", {}, "query of ", quoted(x.query)), strip(at.query, largest(at.query), "query")];
+const keyCell = (at, j) => left(strip(at.key(j), at.mostKey, "key"));
+const valueCell = (at, j) => left(strip(at.value(j), at.mostValue, "value"));
+const weightBar = (weight, most, colour) => bar(weight, 0, most, colour, weightDigits());
+
+function project(at) {
+  const numbers = (name, vector) =>
+    el("div", { class: "numbers" }, `${name} = ${Array.from(vector, (number) => fixed(number)).join("  ")}`);
+  const details = () => el("details", { open: numbersOpen, ontoggle: (event) => { numbersOpen = event.target.open; } },
+    el("summary", {}, "its numbers"),
+    numbers("q", at.query), numbers("k", at.key(x.query)), numbers("v", at.value(x.query)));
+  return {
+    says: ["Three learned matrices turn what each token has become so far into a query (what it looks for), a key (what ",
+      `it offers) and a value (what it passes on): ${at.value(0).length} numbers each in this head.`],
+    formula: "q = W_Q x     k_j = W_K x_j     v_j = W_V x_j",
+    note: x.notes.project,
+    query: [...askedQuery(at), ...(at.query.length > 8 ? [details()] : [])],
+    columns: ["key", "value"],
+    cells: (j) => [keyCell(at, j), valueCell(at, j)],
+  };
+}
+
+function score(at) {
+  const most = largest(at.raw);
+  return {
+    says: ["The query of ", quoted(x.query), " meets every key in a dot product: multiply dimension by dimension and add ",
+      "up. The better they match, the higher the score."],
+    formula: "s_j = q · k_j",
+    query: askedQuery(at),
+    columns: ["key", "score q · k_j"],
+    cells: (j) => [keyCell(at, j), td(signedBar(at.raw[j], most))],
+  };
+}
+
+/** A weight of the query, or that there is none. */
+const weightCell = (at, j, weight, most, colour) =>
+  at.allowed[j] ? td(weightBar(weight, most, colour)) : el("td", { class: "hatched" }, "hidden by the mask");
+
+function normalise(at) {
+  return {
+    says: ["There is no softmax in linear attention: each score is divided by the sum of those that the mask allows."],
+    formula: "a_j = s_j / Σ_i s_i",
+    note: x.notes.masks[x.layer],
+    columns: ["score", "weight"],
+    cells: (j) => [td(fixed(at.raw[j])), weightCell(at, j, at.weights[j], largest(at.weights))],
+  };
+}
+
+function scaleAndSoftmax(at) {
+  const { powers, sum } = softmax(at.scores, at.allowed);
+  const most = largest(compare ? [...at.weights, ...at.unscaled] : at.weights);
+  const between = [ // columns that only some models have
+    ...(x.softCap ? [[`capped at ${x.softCap}`, at.capped]] : []),
+    ...(at.biases ? [["bias", at.biases], ["sum z", at.scores]] : []),
+  ];
+  const z = `${x.softCap ? "c · tanh( s / √d_k / c )" : "s / √d_k"}${at.biases ? " + bias" : ""}`;
+  return {
+    says: formatted(`Divided by √d_k = ${fixed(at.root)}, scores keep their size however wide a head is. The softmax ` +
+      "makes them weights that sum to 1: e to the power of each, divided by the sum."),
+    formula: `z = ${z}     a = softmax( z )`,
+    note: `${x.notes.masks[x.layer]} ${x.softCap ? `A tanh keeps scores below c = ${x.softCap}.` : ""}`,
+    columns: ["score s", "÷ √d_k", ...between.map(([name]) => name), "e^z ÷ largest", "weight",
+      ...(compare ? ["without ÷ √d_k"] : [])],
+    cells: (j) => [
+      td(fixed(at.raw[j])), td(fixed(at.scaled[j])), ...between.map(([, numbers]) => td(fixed(numbers[j]))),
+      td(at.allowed[j] ? fixed(powers[j], 3) : "0"), weightCell(at, j, at.weights[j], most),
+      ...(compare ? [weightCell(at, j, at.unscaled[j], most, "var(--low)")] : []),
+    ],
+    total: [td(), td(), ...between.map(() => td()), td(fixed(sum, 3)), td("1.00"), ...(compare ? [td("1.00")] : [])],
+  };
+}
+
+function mix(at) {
+  const weighted = range(x.n).map((j) => at.value(j).map((number) => number * at.weights[j]));
+  const most = Math.max(largest(at.output), ...weighted.map(largest));
+  const rest = at.output.map((number, i) => weighted.reduce((left, one) => left - one[i], number));
+  return {
+    says: ["The values are added up, each times its weight. The sum is what this head found for ", quoted(x.query),
+      "; all heads together are added to its stream."],
+    formula: "o = Σ_j a_j v_j",
+    columns: ["weight", "value", "weight × value"],
+    cells: (j) => [td(weightBar(at.weights[j], largest(at.weights))), valueCell(at, j),
+      left(strip(weighted[j], most, "weight times value"))],
+    total: [td(), td(largest(rest) > 1e-3 * most ? "with the vectors of distances" : ""),
+      left(strip(at.output, most, "output"))],
+  };
+}
 
 function renderStep() {
-  const row = attend(x.layer, x.head, x.query), { q, k, v, output } = x.layers[x.layer];
-  const mine = q.row(x.head, x.query), key = (j) => k.row(kvHead(x.head), j), value = (j) => v.row(kvHead(x.head), j);
-  const most = { q: largest(mine), k: largest(k.row(kvHead(x.head))), v: largest(v.row(kvHead(x.head))), raw: largest(row.raw) };
+  const at = asked(), steps = [project, score, x.linear ? normalise : scaleAndSoftmax, mix];
+  const { says, formula, note = "", query = [], columns, cells, total } = steps[x.step](at);
   [...$("step-tabs").children].forEach((tab, i) => {
     tab.setAttribute("aria-selected", i === x.step);
     tab.tabIndex = i === x.step ? 0 : -1;
@@ -298,84 +416,33 @@ function renderStep() {
   $("next").disabled = x.step === 3;
   $("compare-label").hidden = x.step !== 2 || x.linear;
   $("compare").checked = compare;
-  $("step-note").textContent = "";
-  $("step-query").replaceChildren();
-  const asked = () => [el("span", {}, "query of ", quoted(x.query)), strip(mine, most.q, "query")];
-  const head = (...names) => names.map((name) => el("th", { scope: "col", class: /key$|value$/.test(name) ? "left" : null }, formatted(name)));
-  const d = mine.length, digits = weightDigits();
-  const says = (...parts) => $("step-says").replaceChildren(...parts);
-  const formula = (text) => $("step-formula").replaceChildren(...formatted(text));
-  let columns, cells, total = null;
+  $("step-says").replaceChildren(...says);
+  $("step-formula").replaceChildren(...formatted(formula));
+  $("step-note").textContent = note;
+  $("step-query").replaceChildren(...query);
 
-  if (x.step === 0) {
-    says("Three learned matrices turn what each token has become so far into a query (what it looks for), a key (what it offers) and a value (what it passes on): ", `${d} numbers each in this head.`);
-    formula("q = W_Q x     k_j = W_K x_j     v_j = W_V x_j");
-    $("step-note").textContent = x.notes.project;
-    $("step-query").replaceChildren(...asked());
-    if (d > 8) {
-      const numbers = (name, values) => el("div", { class: "numbers" }, `${name} = ${Array.from(values, (y) => fixed(y)).join("  ")}`);
-      $("step-query").append(el("details", { open: detailsOpen, ontoggle: (event) => { detailsOpen = event.target.open; } },
-        el("summary", {}, "its numbers"), numbers("q", mine), numbers("k", key(x.query)), numbers("v", value(x.query))));
-    }
-    columns = head("key", "value");
-    cells = (j) => [el("td", { class: "left" }, strip(key(j), most.k, "key")), el("td", { class: "left" }, strip(value(j), most.v, "value"))];
-  } else if (x.step === 1) {
-    says("The query of ", quoted(x.query), " meets every key in a dot product: multiply dimension by dimension and add up. The better they match, the higher the score.");
-    formula("s_j = q · k_j");
-    $("step-query").replaceChildren(...asked());
-    columns = head("key", "score q · k_j");
-    cells = (j) => [el("td", { class: "left" }, strip(key(j), most.k, "key")), el("td", {}, signedBar(row.raw[j], most.raw))];
-  } else if (x.step === 2) {
-    const { powers, sum } = softmax(row.scores, row.allowed);
-    if (x.linear) {
-      says("There is no softmax in linear attention: each score is divided by the sum of those that the mask allows.");
-      formula("a_j = s_j / Σ_i s_i");
-      columns = head("score", "weight");
-    } else {
-      says(...formatted(`Divided by √d_k = ${fixed(row.root)}, scores keep their size however wide a head is. The softmax makes them weights that sum to 1: e to the power of each, divided by the sum.`));
-      formula(`z = ${x.softCap ? `c · tanh( s / √d_k / c )` : "s / √d_k"}${row.biases ? " + bias" : ""}     a = softmax( z )`);
-      columns = head("score s", "÷ √d_k", ...(x.softCap ? [`capped at ${x.softCap}`] : []), ...(row.biases ? ["bias", "sum z"] : []), "e^z ÷ largest", "weight", ...(compare ? ["without ÷ √d_k"] : []));
-    }
-    $("step-note").textContent = `${x.notes.masks[x.layer]} ${x.softCap ? `Scores are capped at ${x.softCap} by a tanh.` : ""}`;
-    const widest = largest(compare ? [...row.weights, ...row.unscaled] : row.weights);
-    cells = (j) => {
-      const seen = row.allowed[j], number = (text) => el("td", {}, text);
-      const weight = (w, colour) => (seen ? el("td", {}, bar(w, 0, widest, colour, digits)) : el("td", { class: "hatched" }, "hidden by the mask"));
-      if (x.linear) return [number(fixed(row.raw[j])), weight(row.weights[j])];
-      return [number(fixed(row.raw[j])), number(fixed(row.scaled[j])), ...(x.softCap ? [number(fixed(row.capped[j]))] : []),
-        ...(row.biases ? [number(fixed(row.biases[j])), number(fixed(row.scores[j]))] : []), number(seen ? fixed(powers[j], 3) : "0"), weight(row.weights[j]),
-        ...(compare ? [weight(row.unscaled[j], "var(--low)")] : [])];
-    };
-    const before = columns.length - 2 - (compare && !x.linear);
-    if (!x.linear) total = [...range(before).map(() => el("td")), el("td", {}, fixed(sum, 3)), el("td", {}, "1.00"), ...(compare ? [el("td", {}, "1.00")] : [])];
-  } else {
-    const weighted = range(x.n).map((j) => value(j).map((y) => y * row.weights[j]));
-    const out = output.row(x.head, x.query), sums = range(out.length).map((i) => weighted.reduce((sum, w) => sum + w[i], 0));
-    const rest = Array.from(out, (y, i) => y - sums[i]), scale = Math.max(largest(out), ...weighted.map(largest));
-    says("The values are added up, each times its weight. The sum is what this head found for ", quoted(x.query), "; all heads together are added to its stream.");
-    formula("o = Σ_j a_j v_j");
-    columns = head("weight", "value", "weight × value");
-    cells = (j) => [el("td", {}, bar(row.weights[j], 0, largest(row.weights), "var(--accent)", digits)), el("td", { class: "left" }, strip(value(j), most.v, "value")),
-      el("td", { class: "left" }, strip(weighted[j], scale, "weight times value"))];
-    total = [el("td"), el("td", {}, largest(rest) > 1e-3 * scale ? "with the vectors of distances" : ""), el("td", { class: "left" }, strip(out, scale, "output"))];
+  const shown = range(x.n).filter((j) => x.n <= MANY || at.allowed[j]);
+  const rows = shown.map((j) => tableRow(spell(x.tokens[j]), cells(j),
+    { class: `${at.allowed[j] ? "" : "masked"} ${j === x.query ? "asked" : ""}` }));
+  if (shown.length < x.n) {
+    const hidden = `${x.n - shown.length} more tokens are hidden by the mask`;
+    rows.push(el("tr", { class: "masked" }, el("td", { class: "left", colspan: columns.length + 1 }, hidden)));
   }
-
-  const shown = range(x.n).filter((j) => x.n <= MANY || row.allowed[j]);
-  const body = shown.map((j) => el("tr", { class: `${row.allowed[j] ? "" : "masked"} ${j === x.query ? "asked" : ""}` },
-    el("th", { class: "token", scope: "row" }, spell(x.tokens[j])), cells(j)));
-  if (shown.length < x.n) body.push(el("tr", { class: "masked" }, el("td", { class: "left", colspan: columns.length + 1 }, `${x.n - shown.length} more tokens are hidden by the mask`)));
-  if (total) body.push(el("tr", { class: "total" }, el("th", { class: "token", scope: "row" }, "sum"), total));
-  $("step-table").replaceChildren(el("thead", {}, el("tr", {}, el("th", { class: "token", scope: "col" }, "token"), columns)), el("tbody", {}, body));
+  if (total) rows.push(tableRow("sum", total, { class: "total" }));
+  const vectors = ["key", "value", "weight × value"];
+  fillTable($("step-table"), "token", columns.map((name) =>
+    el("th", { scope: "col", class: vectors.includes(name) ? "left" : null }, formatted(name))), rows);
 }
-
-let detailsOpen = false;
 
 // The heat map ----------------------------------------------------------------------------------------------------
 
-const VIEWS = { weights: "weights", scores: "scores", bias: "positional bias", mask: "mask", rollout: "rollout, all layers" };
+const VIEWS = {
+  weights: "weights", scores: "scores", bias: "positional bias", mask: "mask", rollout: "rollout, all layers",
+};
 
 function views() {
-  return Object.keys(VIEWS).filter((view) => (view === "bias" ? x.layers[x.layer].bias : view === "rollout" ? x.rollout : true));
+  const there = { bias: x.layers[x.layer].bias, rollout: x.rollout };
+  return Object.keys(VIEWS).filter((view) => !(view in there) || there[view]);
 }
 
 /** The numbers of the chosen map: (query, key) -> number. */
@@ -394,23 +461,26 @@ function mapValues() {
 let map = null; // the geometry of what was drawn, for pointers
 
 function renderMap() {
-  if (!views().includes(x.view)) x.view = "weights";
-  choices($("views"), "Show", views().map((view) => VIEWS[view]), views().indexOf(x.view), (i) => show({ view: views()[i] }));
-  const canvas = $("map"), width = Math.floor(canvas.parentElement.clientWidth), n = x.n, { allowed } = x.layers[x.layer];
-  const value = mapValues(), all = range(n * n).filter((i) => allowed[Math.floor(i / n)][i % n]).map((i) => value(Math.floor(i / n), i % n));
-  const most = largest(all), isSigned = x.view === "scores" || x.view === "bias";
-  const context = canvas.getContext("2d"), font = (size) => `${size}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace`;
-  const size = clamp(Math.floor(width / n / 1.5), 9, 13), labelled = (width - 60) / n >= 9;
-  context.font = font(size);
+  const there = views();
+  if (!there.includes(x.view)) x.view = "weights";
+  const choose = (i) => show({ view: views()[i] });
+  choices($("views"), "Show", there.map((view) => VIEWS[view]), there.indexOf(x.view), choose);
+  const canvas = $("map"), context = canvas.getContext("2d"), { allowed } = x.layers[x.layer];
+  const width = Math.floor(canvas.parentElement.clientWidth), n = x.n;
+  const value = mapValues(), isSigned = x.view === "scores" || x.view === "bias";
+  const most = largest(range(n).flatMap((i) => range(n).filter((j) => allowed[i][j]).map((j) => value(i, j))));
+  const font = `${clamp(Math.floor(width / n / 1.5), 9, 13)}px ${getComputedStyle($("tokens").firstChild).fontFamily}`;
+  context.font = font;
   const label = (text) => (Array.from(text).length > 12 ? `${Array.from(text).slice(0, 11).join("")}…` : text);
-  const margin = labelled ? Math.min(Math.max(...x.tokens.map((text) => context.measureText(label(text)).width)) + 10, 100, width / 4) : 0;
+  const widest = Math.max(...x.tokens.map((text) => context.measureText(label(text)).width)) + 10;
+  const labelled = (width - 60) / n >= 9, margin = labelled ? Math.min(widest, 100, width / 4) : 0;
   const side = Math.min((width - margin) / n, 88), density = devicePixelRatio || 1;
   map = { margin, side };
   canvas.width = width * density;
   canvas.height = Math.ceil(margin + side * n + 1) * density;
   canvas.style.height = `${canvas.height / density}px`;
   context.scale(density, density);
-  context.font = font(size);
+  context.font = font;
   context.textBaseline = "middle";
   for (let query = 0; query < n; query++) {
     for (let key = 0; key < n; key++) {
@@ -470,7 +540,8 @@ function hatch(context, left, top, side) {
 function renderLegend(isSigned, most) {
   const scale = pixels(1, 90, (_, i) => (isSigned ? ramp(palette.signed, i / 89) : ramp(palette.heat, i / 89)), {});
   const hidden = [el("span", { class: "hatch" }), "masked"];
-  if (x.view === "mask") $("legend").replaceChildren(el("span", { style: `${filled(heat(0.3))};width:1.1rem;height:.8rem` }), "seen", ...hidden);
+  const seen = el("span", { style: `${filled(heat(0.3))};width:1.1rem;height:.8rem` });
+  if (x.view === "mask") $("legend").replaceChildren(seen, "seen", ...hidden);
   else if (isSigned) $("legend").replaceChildren(fixed(-most), scale, fixed(most), ...hidden);
   else $("legend").replaceChildren("0", scale, "1 (0.25 in the middle)", ...(x.view === "rollout" ? [] : hidden));
 }
@@ -484,7 +555,9 @@ function renderCell() {
     if (!x.linear) parts.push(`scaled ${fixed(row.scaled[key])}`);
     if (row.biases) parts.push(`bias ${fixed(row.biases[key])}`);
   }
-  $("cell").replaceChildren("query ", quoted(query), ` (${query + 1}), key `, quoted(key), ` (${key + 1}): `, el("b", {}, parts[0]), ...parts.slice(1).map((part) => `, ${part}`));
+  const [first, ...others] = parts;
+  $("cell").replaceChildren("query ", quoted(query), ` (${query + 1}), key `, quoted(key), ` (${key + 1}): `,
+    el("b", {}, first), ...others.map((part) => `, ${part}`));
 }
 
 function cellAt(event) {
@@ -525,54 +598,75 @@ function renderMeasures() {
   const header = (name) => {
     const sorted = x.sort && x.sort.name === name;
     const sort = { name, down: !(sorted && x.sort.down) };
-    return el("th", { scope: "col", title: MEASURES[name][1], "aria-sort": sorted ? (x.sort.down ? "descending" : "ascending") : null },
-      el("button", { "data-key": name, onclick: () => show({ sort }) }, MEASURES[name][0], sorted ? (x.sort.down ? " ↓" : " ↑") : ""));
+    const [order, arrow] = !sorted ? [null, ""] : x.sort.down ? ["descending", " ↓"] : ["ascending", " ↑"];
+    return el("th", { scope: "col", title: MEASURES[name][1], "aria-sort": order },
+      el("button", { "data-key": name, onclick: () => show({ sort }) }, MEASURES[name][0], arrow));
   };
   const cell = (name, l, h) => {
-    const number = x.measures[name].at(l, h), most = ["distance", "entropy"].includes(name) ? largest(x.measures[name].data) : 1;
+    const number = x.measures[name].at(l, h);
+    const most = ["distance", "entropy"].includes(name) ? largest(x.measures[name].data) : 1;
     return el("td", { style: `--width:${Number.isNaN(number) ? 0 : (100 * number) / most}%` }, fixed(number));
   };
-  $("measures").replaceChildren(
-    el("thead", {}, el("tr", {}, el("th", { class: "token", scope: "col" }, "head"), names.map(header))),
-    el("tbody", {}, heads.map(([l, h]) => el("tr", { class: l === x.layer && h === x.head ? "asked" : "" },
-      el("th", { class: "token", scope: "row" }, el("button", { "data-key": `${l}.${h}`, "aria-label": `layer ${l}, head ${h}`, onclick: () => show({ layer: l, head: h }) }, `${l}.${h}`)),
-      names.map((name) => cell(name, l, h))))));
+  const choose = (l, h) => el("button", {
+    "data-key": `${l}.${h}`, "aria-label": `layer ${l}, head ${h}`, onclick: () => show({ layer: l, head: h }),
+  }, `${l}.${h}`);
+  fillTable($("measures"), "head", names.map(header), heads.map(([l, h]) => tableRow(choose(l, h),
+    names.map((name) => cell(name, l, h)), { class: l === x.layer && h === x.head ? "asked" : "" })));
   if (focused) $("measures").querySelector(`[data-key="${focused}"]`)?.focus({ preventScroll: true });
-  const repeats = Number.isNaN(x.measures.repeated.data[0]) ? "No token comes twice in this prompt, so that two columns are empty. " : "";
-  $("measures-note").replaceChildren(repeats, ...names.flatMap((name) => [el("b", {}, MEASURES[name][0]), ` ${MEASURES[name][1]}. `]));
+  const repeats = !Number.isNaN(x.measures.repeated.data[0]);
+  $("measures-note").replaceChildren(repeats ? "" : "No token comes twice in this prompt, so that two columns are empty. ",
+    ...names.flatMap((name) => [el("b", {}, MEASURES[name][0]), ` ${MEASURES[name][1]}. `]));
 }
 
 function renderLens() {
   const i = x.query, came = i + 1 < x.n;
   $("expect-title").replaceChildren("After ", quoted(i));
   const likely = (depth, place) => {
-    const p = x.lens.p.at(depth, i, place);
-    return el("td", { style: filled(heat(p)) }, quote(x.vocabulary[x.lens.ids[depth][i][place]]), " ", el("span", { class: "p" }, percent(p)));
+    const p = x.lens.p.at(depth, i, place), text = x.vocabulary[x.lens.ids[depth][i][place]];
+    return el("td", { style: filled(heat(p)) }, quote(text), " ", el("span", { class: "p" }, percent(p)));
   };
-  $("expect").replaceChildren(
-    el("thead", {}, el("tr", {}, el("th", { class: "token", scope: "col" }, ""), el("th", { class: "left", colspan: x.lens.p.shape[2], scope: "col" }, "likeliest next tokens"),
-      came ? el("th", { class: "left", scope: "col" }, "came: ", quoted(i + 1)) : null)),
-    el("tbody", {}, depths().map((name, depth) => el("tr", {}, el("th", { class: "token", scope: "row" }, name), range(x.lens.p.shape[2]).map((place) => likely(depth, place)),
-      came ? el("td", {}, percent(x.lens.came.at(depth, i))) : null))));
-  for (const row of $("lens").rows) [...row.cells].forEach((cell, column) => cell.classList.toggle("here", column === i + 1));
+  const places = range(x.lens.p.shape[2]);
+  fillTable($("expect"), "", [
+    el("th", { class: "left", colspan: places.length, scope: "col" }, "likeliest next tokens"),
+    ...(came ? [el("th", { class: "left", scope: "col" }, "came: ", quoted(i + 1))] : []),
+  ], depths().map((name, depth) => tableRow(name,
+    [...places.map((place) => likely(depth, place)), ...(came ? [td(percent(x.lens.came.at(depth, i)))] : [])])));
+  for (const row of $("lens").rows) {
+    [...row.cells].forEach((cell, column) => cell.classList.toggle("here", column === i + 1));
+  }
 }
 
 function renderFlow(weights) {
-  const explained = x.explained.filter((place) => place.targets.length).length;
-  const found = x.explained[x.query].targets.length ? x.explained[x.query] : null, rows = range(x.query + 1);
+  const found = x.explained[x.query].targets.length ? x.explained[x.query] : null;
   $("targets").hidden = true;
   if (found) {
-    const options = found.targets.map((id, t) => ({ label: `${x.vocabulary[id]} ${percent(found.p.at(t))}`, nodes: [...spell(x.vocabulary[id]), ` ${percent(found.p.at(t))}`] }));
+    const options = found.targets.map((id, t) => {
+      const [text, p] = [x.vocabulary[id], ` ${percent(found.p.at(t))}`];
+      return { label: text + p, nodes: [...spell(text), p] };
+    });
     choices($("targets"), "Next token", options, x.target, (target) => show({ target }), 1);
   }
-  const rolled = x.rollout.row(x.query), gradients = found && found.values.row(x.target), most = found && largest(gradients);
-  $("flow").replaceChildren(
-    el("thead", {}, el("tr", {}, el("th", { class: "token", scope: "col" }, "token"), ["this head's weight", "rollout", ...(found ? ["integrated gradients"] : [])].map((name) => el("th", { scope: "col" }, name)))),
-    el("tbody", {}, rows.map((j) => el("tr", { class: j === x.query ? "asked" : "" }, el("th", { class: "token", scope: "row" }, spell(x.tokens[j])),
-      ...[weights, rolled].map((column) => el("td", {}, bar(column[j], 0, largest(column), "var(--accent)", weightDigits()))), found ? el("td", {}, signedBar(gradients[j], most)) : null))));
-  const sum = found && gradients.reduce((a, b) => a + b, 0);
-  $("flow-sum").replaceChildren(...(found ? [`Integrated gradients sum to ${fixed(sum)}: the logit of `, quote(x.vocabulary[found.targets[x.target]]),
-    ` is ${fixed(found.at.at(x.target))} here, and would be ${fixed(found.start.at(x.target))} after ${x.query + 1} start tokens.`] : [explained ? `Integrated gradients were computed for the last ${explained} tokens alone, to save time (explain_places=${x.n} does all).` : "Integrated gradients were left out (explain=0)."]));
+  const rolled = x.rollout.row(x.query);
+  const gradients = found && found.values.row(x.target), most = found && largest(gradients);
+  fillTable($("flow"), "token", ["this head's weight", "rollout", ...(found ? ["integrated gradients"] : [])],
+    range(x.query + 1).map((j) => tableRow(spell(x.tokens[j]), [
+      ...[weights, rolled].map((column) => td(weightBar(column[j], largest(column)))),
+      ...(found ? [td(signedBar(gradients[j], most))] : []),
+    ], { class: j === x.query ? "asked" : "" })));
+  $("flow-sum").replaceChildren(...(found ? sumOf(found, gradients) : [withoutGradients()]));
+}
+
+function sumOf(found, gradients) {
+  const sum = gradients.reduce((a, b) => a + b, 0);
+  const [here, empty] = [found.at, found.start].map((logits) => logits.at(x.target));
+  return [`Integrated gradients sum to ${fixed(sum)}: the logit of `, quote(x.vocabulary[found.targets[x.target]]),
+    ` is ${fixed(here)} here, and would be ${fixed(empty)} after ${x.query + 1} start tokens.`];
+}
+
+function withoutGradients() {
+  const explained = x.explained.filter((place) => place.targets.length).length;
+  if (!explained) return "Integrated gradients were left out (explain=0).";
+  return `To save time, integrated gradients are there for the last ${explained} tokens; explain_places=${x.n} does all.`;
 }
 
 // Keys and pointers -----------------------------------------------------------------------------------------------
@@ -596,7 +690,8 @@ for (const i of range(4)) KEYS[i + 1] = () => show({ step: i });
 document.addEventListener("keydown", (event) => {
   const typing = event.target.matches("input:not([type=radio], [type=checkbox])");
   const modified = (event.ctrlKey || event.metaKey || event.altKey) && !event.getModifierState("AltGraph");
-  const ownArrows = event.key.startsWith("Arrow") && event.target.closest("[data-arrows], .choices, [role=tablist], .scroll");
+  const arrows = "[data-arrows], .choices, [role=tablist], .scroll"; // what does something of its own with arrow keys
+  const ownArrows = event.key.startsWith("Arrow") && event.target.closest(arrows);
   if (typing || modified || ownArrows || event.defaultPrevented || !(event.key in KEYS)) return;
   event.preventDefault();
   KEYS[event.key]();
