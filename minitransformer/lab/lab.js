@@ -328,8 +328,8 @@ function project(at) {
     el("summary", {}, "its numbers"),
     numbers("q", at.query), numbers("k", at.key(x.query)), numbers("v", at.value(x.query)));
   return {
-    says: ["Three learned matrices turn what each token has become so far into a query (what it looks for), a key (what ",
-      `it offers) and a value (what it passes on): ${at.value(0).length} numbers each in this head.`],
+    says: ["Three learned matrices turn what each token has become so far into a query (what it looks for), a key ",
+      `(what it offers) and a value (what it passes on): ${at.value(0).length} numbers each in this head.`],
     formula: "q = W_Q x     k_j = W_K x_j     v_j = W_V x_j",
     note: x.notes.project,
     query: [...askedQuery(at), ...(at.query.length > 8 ? [details()] : [])],
@@ -341,8 +341,8 @@ function project(at) {
 function score(at) {
   const most = largest(at.raw);
   return {
-    says: ["The query of ", quoted(x.query), " meets every key in a dot product: multiply dimension by dimension and add ",
-      "up. The better they match, the higher the score."],
+    says: ["The query of ", quoted(x.query), " meets every key in a dot product: multiply dimension by dimension and ",
+      "add up. The better they match, the higher the score."],
     formula: "s_j = q · k_j",
     query: askedQuery(at),
     columns: ["key", "score q · k_j"],
@@ -437,7 +437,8 @@ function renderStep() {
 // The heat map ----------------------------------------------------------------------------------------------------
 
 const VIEWS = {
-  weights: "weights", scores: "scores", bias: "positional bias", mask: "mask", rollout: "rollout, all layers",
+  weights: "weights", scores: "scores before the softmax", bias: "positional bias", mask: "mask",
+  rollout: "rollout, all layers",
 };
 
 function views() {
@@ -554,6 +555,7 @@ function renderCell() {
     parts.push(`weight ${fixed(row.weights[key], 3)}`, `score ${fixed(row.raw[key])}`);
     if (!x.linear) parts.push(`scaled ${fixed(row.scaled[key])}`);
     if (row.biases) parts.push(`bias ${fixed(row.biases[key])}`);
+    if (row.biases || x.softCap) parts.push(`before the softmax ${fixed(row.scores[key])}`);
   }
   const [first, ...others] = parts;
   $("cell").replaceChildren("query ", quoted(query), ` (${query + 1}), key `, quoted(key), ` (${key + 1}): `,

@@ -228,8 +228,11 @@ def test_the_map_names_query_key_and_weight(browser_page, files, models):
     weight = seen.weights[0, 0, 4, 2]
     assert said().startswith("query “␣” (5), key “n” (3): weight ")
     assert close([re.search(r"weight (\S+),", said())[1]], [weight], 3)
-    bias = re.search(r"bias (\S+)", said())[1]
-    assert close([bias], [seen.layers[0].bias[0, 4, 2]], 2)
+    bias = re.search(r"bias (\S+),", said())[1]
+    layer = seen.layers[0]
+    assert close([bias], [layer.bias[0, 4, 2]], 2)
+    score = 2 * torch.tanh(layer.q[0, 4] @ layer.k[0, 2] / 8**0.5 / 2) + layer.bias[0, 4, 2]
+    assert close([said().split()[-1]], [score], 2)
     canvas.hover(position={"x": at(9), "y": at(4)})
     assert said().endswith("hidden by the mask")
     canvas.hover(position={"x": at(0), "y": at(4)})
@@ -243,7 +246,7 @@ def test_the_map_names_query_key_and_weight(browser_page, files, models):
     view.keyboard.press("Enter")
     assert view.evaluate("x.query") == 5
     assert view.evaluate("x.cell") == [5, 4]
-    for name in ("scores", "positional bias", "mask", "rollout, all layers"):
+    for name in ("scores before the softmax", "positional bias", "mask", "rollout, all layers"):
         drawn = canvas.screenshot()
         view.get_by_role("radio", name=f"Show {name}", exact=True).check()
         assert canvas.screenshot() != drawn, name
