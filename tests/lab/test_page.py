@@ -156,6 +156,12 @@ def run_dir(workdir):
     return path
 
 
+def test_help_names_the_command_as_it_is_typed(command):
+    result = command("lab", "--help")
+    assert "python -m minitransformer.lab prompt=" in result.out
+    assert "explain_places: null" in command("lab", "--cfg", "job").out
+
+
 def test_the_command_writes_beside_the_model_and_says_where(command, run_dir):
     result = command("lab", "checkpoint=runs/mine", 'prompt=Ann sees "it"', "explain=0", "layer=1", "head=3")
     assert (result.code, result.err) == (0, "")
