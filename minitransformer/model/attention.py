@@ -191,8 +191,12 @@ class MultiHeadAttention(nn.Module):
             config.d_model,
             bias=config.bias if attention.output_bias is None else attention.output_bias,
         )
-        normalise = F.rms_norm if config.norm == "rmsnorm" else F.layer_norm
-        self.qk_norm = normalise if attention.qk_norm else None
+        normalise = F.layer_norm if config.norm == "layernorm" else F.rms_norm
+        self.qk_norm, self.norm_eps = normalise if attention.qk_norm else None, config.norm_eps
+        self.q_gain = nn.Parameter(torch.ones(self.d_head)) if attention.qk_gain else None
+        self.k_gain = nn.Parameter(torch.ones(self.d_head)) if attention.qk_gain else None
+        # Every kernel divides by sqrt(d_head): what is wanted beside that, queries bring with them.
+        self.query_scale = (self.d_head / (attention.score_width or self.d_head)) ** 0.5
 
     def forward(
         self,
@@ -235,10 +239,15 @@ class MultiHeadAttention(nn.Module):
         heads = self.qkv(x).unflatten(-1, (-1, self.d_head))  # (B, T, H + 2 * H_kv, D)
         qk, v = heads.split((self.n_heads + self.n_kv_heads, self.n_kv_heads), dim=2)
         if self.qk_norm is not None:
-            qk = self.qk_norm(qk, (self.d_head,), eps=1e-6)
+            qk = self.qk_norm(qk, (self.d_head,), eps=self.norm_eps)
+        if self.q_gain is not None:
+            gains = self.q_gain.expand(self.n_heads, -1), self.k_gain.expand(self.n_kv_heads, -1)
+            qk = qk * torch.cat(gains)
         if rotation is not None:
             qk = rotate(qk, rotation)
         q, k = qk.split((self.n_heads, self.n_kv_heads), dim=2)
+        if self.query_scale != 1:
+            q = q * self.query_scale
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _cross(self, x: Tensor, context: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:

@@ -5,10 +5,10 @@ from typing import Any
 
 POSITIONS = ("none", "sinusoidal", "learned", "rotary", "alibi", "t5", "shaw", "transformer_xl")
 BIASED_POSITIONS = ("alibi", "t5", "shaw", "transformer_xl")
-SCALINGS = ("none", "linear", "ntk", "yarn")
-NORMS = ("rmsnorm", "layernorm")
+SCALINGS = ("none", "linear", "ntk", "yarn", "llama3")
+NORMS = ("rmsnorm", "rmsnorm_zero", "layernorm")
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu")
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh")
 INITS = ("zero_residual", "gpt2", "xavier", "d_model")
 KINDS = ("softmax", "elu", "performer")
 PATTERNS = ("full", "window", "bigbird", "strided", "fixed")
@@ -44,7 +44,9 @@ class AttentionConfig:
     window: newest tokens seen by `window` and `bigbird`. global_tokens: first tokens seen by all in `bigbird`.
     block, random_blocks: size and number of the random blocks of `bigbird`.
     stride: of `strided` and `fixed`. summary: last places of each stride that all may see in `fixed`.
-    qk_norm: normalise queries and keys per head before they meet (Henry et al. 2020).
+    qk_norm: normalise queries and keys per head before they meet (Henry et al. 2020). qk_gain: and scale each of their
+        dimensions by trained gains, one set for all queries of a layer and one for its keys (Qwen3, 2025).
+    score_width: scores are divided by its square root (None: d_head; Gemma 2's query_pre_attn_scalar).
     soft_cap: scores pass through cap * tanh(scores / cap); 0 leaves them (Gemma 2, 2024).
     qkv_bias, output_bias: biases of the projections (None: as `model.bias`).
     features: random features of a performer head (None: 2 * d_head).
@@ -60,6 +62,8 @@ class AttentionConfig:
     stride: int = 64
     summary: int = 8
     qk_norm: bool = False
+    qk_gain: bool = False
+    score_width: float | None = None
     soft_cap: float = 0.0
     qkv_bias: bool | None = None
     output_bias: bool | None = None
@@ -78,6 +82,10 @@ class AttentionConfig:
             at_least(f"model.attention.{name}", getattr(self, name), 0)
         if self.features is not None:
             at_least("model.attention.features", self.features, 1)
+        if self.score_width is not None and not self.score_width > 0:
+            raise ValueError(f"model.attention.score_width={self.score_width} must be above 0")
+        if self.qk_gain and not self.qk_norm:
+            raise ValueError("model.attention.qk_gain=true scales what model.attention.qk_norm=true has normalised")
         if self.summary > self.stride:
             raise ValueError(
                 f"model.attention.summary={self.summary} is more than model.attention.stride={self.stride}"
@@ -89,8 +97,11 @@ class RotaryConfig:
     """Rotary positions (Su et al. 2021).
 
     base: of the frequencies. fraction: the part of each head's width that is turned.
-    scaling: none | linear | ntk | yarn, for reading `factor` times the `original_length` that a model was trained on
-        (None: max_seq_len / factor).
+    scaling: none | linear | ntk | yarn | llama3, for reading `factor` times the `original_length` that a model was
+        trained on (None: max_seq_len / factor).
+    slow, fast: of yarn and llama3; frequencies that turn less than `slow` times in the original length are scaled,
+        those that turn more than `fast` times are not (None: 1 and 32 in yarn, 1 and 4 in llama3).
+    attention_factor: of yarn, on the turned vectors (None: 0.1 ln(factor) + 1).
     """
 
     base: float = 10_000.0
@@ -98,6 +109,9 @@ class RotaryConfig:
     scaling: str = "none"
     factor: float = 1.0
     original_length: int | None = None
+    slow: float | None = None
+    fast: float | None = None
+    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
         at_least("model.rotary.base", self.base, 1)
@@ -106,7 +120,21 @@ class RotaryConfig:
         if not 0 < self.fraction <= 1:
             raise ValueError(f"model.rotary.fraction={self.fraction} is out of range; it must be above 0 and at most 1")
         if self.scaling == "none" and self.factor != 1:
-            raise ValueError(f"model.rotary.factor={self.factor} needs model.rotary.scaling: linear, ntk or yarn")
+            raise ValueError(f"model.rotary.factor={self.factor} needs model.rotary.scaling: linear, ntk, yarn or llama3")
+        if self.scaling not in ("yarn", "llama3") and (self.slow is not None or self.fast is not None):
+            raise ValueError("model.rotary.slow and fast need model.rotary.scaling: yarn or llama3")
+        if self.scaling != "yarn" and self.attention_factor is not None:
+            raise ValueError(f"model.rotary.attention_factor={self.attention_factor} needs model.rotary.scaling=yarn")
+        if not 0 < self.slow_turns < self.fast_turns:
+            raise ValueError(f"model.rotary.slow={self.slow_turns} must lie above 0 and below fast={self.fast_turns}")
+
+    @property
+    def slow_turns(self) -> float:
+        return 1 if self.slow is None else self.slow
+
+    @property
+    def fast_turns(self) -> float:
+        return (4 if self.scaling == "llama3" else 32) if self.fast is None else self.fast
 
 
 @dataclass
@@ -118,17 +146,19 @@ class ModelConfig:
     n_layers, n_heads: blocks, and query heads in each.
     n_kv_heads: key and value heads (None: n_heads). Fewer is grouped-query attention (Ainslie et al. 2023).
     d_head: width of a head (None: d_model / n_heads).
-    d_ff: inner width of the feed-forward (None: 4 * d_model, or 8/3 * d_model rounded up to 32 for swiglu, geglu).
+    d_ff: inner width of the feed-forward (None: 4 * d_model, or 8/3 * d_model rounded up to 32 if gated).
     max_seq_len: longest sequence in tokens.
     position: none | sinusoidal | learned | rotary | alibi | t5 | shaw | transformer_xl (see `positions`).
-    norm: rmsnorm (Zhang and Sennrich 2019) | layernorm (Ba et al. 2016).
+    norm: rmsnorm (Zhang and Sennrich 2019) | rmsnorm_zero (whose gain is 1 + weight, Gemma 2024) |
+        layernorm (Ba et al. 2016).
     norm_placement: pre (Xiong et al. 2020) | post (Vaswani et al. 2017) | sandwich (both, Ding et al. 2021).
     norm_eps: added to the variance.
     parallel: attention and feed-forward read the stream side by side (Wang and Komatsuzaki 2021, GPT-J).
-    activation: gelu | gelu_tanh | relu | relu2 (So et al. 2021) | swiglu | geglu (Shazeer 2020).
+    activation: gelu | gelu_tanh | relu | relu2 (So et al. 2021) | swiglu | geglu (Shazeer 2020) | geglu_tanh.
     bias: biases in the linear layers and in layernorm.
     dropout: probability of zeroing attention weights, branch outputs and embeddings in training.
     tie_embeddings: one matrix is both the embedding and the head (Press and Wolf 2017).
+    scale_embedding: embeddings are multiplied by sqrt(d_model) (Gemma 2024), as sinusoidal positions always do.
     logit_soft_cap: logits pass through cap * tanh(logits / cap); 0 leaves them (Gemma 2, 2024).
     init: zero_residual (output projections start at 0) | gpt2 (normal 0.02, residual ones scaled by depth) |
         xavier (Glorot and Bengio 2010) | d_model (normal, 1 / sqrt(d_model)).
@@ -151,6 +181,7 @@ class ModelConfig:
     bias: bool = False
     dropout: float = 0.0
     tie_embeddings: bool = False
+    scale_embedding: bool = False
     logit_soft_cap: float = 0.0
     init: str = "zero_residual"
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -189,6 +220,8 @@ class ModelConfig:
             raise ValueError(f"model.d_model={self.d_model} is odd; model.position=sinusoidal needs an even width")
         if self.position == "transformer_xl" and self.d_model % 2:
             raise ValueError(f"model.d_model={self.d_model} is odd; model.position=transformer_xl needs an even width")
+        if self.position == "sinusoidal" and self.scale_embedding:
+            raise ValueError("model.scale_embedding=true: model.position=sinusoidal scales embeddings already")
         self._check_attention()
 
     def _check_attention(self) -> None:
@@ -221,6 +254,8 @@ class ModelConfig:
             raise ValueError(f"{kind} cannot do model.attention.pattern={attention.pattern}; use [full]")
         if attention.soft_cap:
             raise ValueError(f"{kind} has no scores for model.attention.soft_cap={attention.soft_cap}; use 0")
+        if attention.score_width is not None:
+            raise ValueError(f"{kind} has no scores for model.attention.score_width={attention.score_width}")
         if attention.features is not None and attention.kind != "performer":
             raise ValueError("model.attention.features is for model.attention.kind=performer")
 
@@ -234,7 +269,7 @@ class ModelConfig:
 
     @property
     def gated(self) -> bool:
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "geglu_tanh")
 
     @property
     def ff_width(self) -> int:

@@ -20,6 +20,7 @@ def parameter_count(config: ModelConfig) -> int:
         + (d + config.bias) * ff_in
         + (config.ff_width + config.bias) * d
         + norm * (4 if config.norm_placement == "sandwich" else 2)
+        + (2 * width if config.attention.qk_gain else 0)
     )
     position = {
         "learned": config.max_seq_len * d,
@@ -78,7 +79,7 @@ def activation_bytes(
 
 def _norm_numbers(config: ModelConfig) -> int:
     """Numbers that a norm keeps for one token: what it reads, its statistics, and in RMSNorm what the gain scales."""
-    return 2 * config.d_model + 1 if config.norm == "rmsnorm" else config.d_model + 2
+    return config.d_model + 2 if config.norm == "layernorm" else 2 * config.d_model + 1
 
 
 def _block_numbers(config: ModelConfig, layer: int, length: int) -> float:
@@ -86,7 +87,7 @@ def _block_numbers(config: ModelConfig, layer: int, length: int) -> float:
     d = config.d_model
     numbers = {"pre": 2, "post": 2, "sandwich": 4}[config.norm_placement] * _norm_numbers(config)
     numbers += d if config.parallel else 2 * d  # what the matrices behind the norms read; parallel norms read one x
-    numbers += {"relu": 1, "swiglu": 4, "geglu": 4}.get(config.activation, 2) * config.ff_width
+    numbers += (4 if config.gated else 1 if config.activation == "relu" else 2) * config.ff_width
     numbers += 2 * d if config.dropout else 0
     mixer = _softmax_numbers if config.attention.kind == "softmax" else _linear_numbers
     return numbers + mixer(config, layer, length)
@@ -100,8 +101,8 @@ def _softmax_numbers(config: ModelConfig, layer: int, length: int) -> float:
         config.position == "rotary" or attention.qk_norm,
         attention.pattern[layer % len(attention.pattern)],
     )
-    statistics = (h + config.kv_heads) * (1 if config.norm == "rmsnorm" else 2) if attention.qk_norm else 0
-    normed = projected + statistics if attention.qk_norm else 0
+    statistics = (h + config.kv_heads) * (2 if config.norm == "layernorm" else 1) if attention.qk_norm else 0
+    normed = projected + statistics + (qk if attention.qk_gain else 0) if attention.qk_norm else 0
     written = attention.kernel == "reference" or attention.soft_cap > 0 or config.position == "shaw"
     if written or config.dropout or config.position in ("t5", "transformer_xl"):
         # Every weight is kept, in each of its steps: soft-capped, masked (with the mask), dropped.
@@ -122,7 +123,7 @@ def _softmax_numbers(config: ModelConfig, layer: int, length: int) -> float:
     if config.kv_heads < h:  # queries keep what they are a view of, keys and values their repeated copies
         inputs = (qk if turned else projected) + 2 * width + normed
     else:
-        inputs = projected + (qk if turned else 0) + statistics
+        inputs = projected + (qk if turned else 0) + statistics + (qk if attention.qk_gain else 0)
     return inputs + width + h + mask
 
 
@@ -138,6 +139,8 @@ def _linear_numbers(config: ModelConfig, layer: int, length: int) -> float:
         numbers += 2 * width + 2 * features
     else:
         numbers += (heads * config.head_width if turned else projected) + (width if config.kv_heads < h else 0)
+    if attention.qk_gain:
+        numbers += heads * config.head_width
     if attention.qk_norm:
-        numbers += projected + heads * (1 if config.norm == "rmsnorm" else 2)
+        numbers += projected + heads * (2 if config.norm == "layernorm" else 1)
     return numbers + CHUNK / 4 + h * CHUNK + 3 * (width + h)

@@ -13,10 +13,22 @@ from minitransformer.model.linear import LinearAttention
 from minitransformer.model.masks import Visibility
 
 
+class ZeroCentredRMSNorm(nn.RMSNorm):
+    """RMSNorm whose gain is 1 + weight, so that decay pulls it to 1 and not to 0 (Gemma 2024)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
 def make_norm(config: ModelConfig) -> nn.Module:
     """A norm over the last dimension, (..., d_model) -> (..., d_model)."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    if config.norm == "rmsnorm_zero":
+        return ZeroCentredRMSNorm(config.d_model, eps=config.norm_eps)
     return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
 
 
@@ -32,11 +44,12 @@ ACTIVATION = {
     "relu2": relu_squared,
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
 
 class FeedForward(nn.Module):
-    """Two matrices around an activation; for swiglu and geglu a third gates it (Shazeer 2020)."""
+    """Two matrices around an activation; in swiglu and geglu a third gates it (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -97,7 +97,8 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     With `rotary.scaling` and `rotary.factor` s, positions up to s * `rotary.original_length` are meant to be read:
     linear divides every frequency by s (Chen et al. 2023), ntk raises the base by s^(d / (d - 2)) (bloc97 2023),
     yarn divides the frequencies that turn less than once in the original length, keeps those that turn more than
-    32 times, blends between, and scales the vectors by sqrt(0.1 ln s + 1) each (Peng et al. 2023).
+    32 times, blends between, and scales the vectors by 0.1 ln s + 1 (Peng et al. 2023); llama3 does the same to those
+    that turn less than once and more than four times, blending in turns and not in dimensions (Llama Team 2024).
     """
     rotary = config.rotary
     width = 2 * int(config.head_width * rotary.fraction / 2)
@@ -108,15 +109,19 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     frequencies = base**-exponents
     if rotary.scaling == "linear":
         return frequencies / s, 1.0
+    original, slow, fast = rotary.original_length or config.max_seq_len / s, rotary.slow_turns, rotary.fast_turns
+    if rotary.scaling == "llama3":
+        kept = ((original * frequencies / (2 * math.pi) - slow) / (fast - slow)).clamp(0, 1)
+        return frequencies * kept + frequencies / s * (1 - kept), 1.0
     if rotary.scaling == "yarn":
-        original = rotary.original_length or config.max_seq_len / s
 
         def dimension(n: float) -> float:  # the pair, not whole, that turns n times in the original length
             return width * math.log(original / (n * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), width - 1)
+        low, high = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), width - 1)
         divided = ((torch.arange(width // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
-        return frequencies * (1 - divided) + frequencies / s * divided, 0.1 * math.log(s) + 1 if s > 1 else 1.0
+        factor = 0.1 * math.log(s) + 1 if rotary.attention_factor is None else rotary.attention_factor
+        return frequencies * (1 - divided) + frequencies / s * divided, factor
     return frequencies, 1.0
 
 

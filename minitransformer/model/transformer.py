@@ -87,7 +87,10 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """What `logits` reads: the normed residual stream (B, T, d_model), and the weights asked for."""
         views = self._visibilities(tokens, positions, cache, prefix_lengths)
-        x = self.dropout(self.position.embed(self.embedding(tokens), views[0].query_positions))
+        x = self.embedding(tokens)
+        if self.config.scale_embedding:
+            x = x * self.config.d_model**0.5
+        x = self.dropout(self.position.embed(x, views[0].query_positions))
         attention = dict(position=self.position, cache=cache, return_weights=return_attention)
         if self.compiled:
             for view in set(views):

@@ -35,6 +35,8 @@ def kept(config: ModelConfig, checkpointing: bool, rows: int = 2) -> float:
     dict(), dict(activation="relu"), dict(activation="swiglu"), dict(norm="layernorm"), dict(norm_placement="post"),
     dict(norm_placement="sandwich"), dict(parallel=True), dict(position="none"), dict(d_head=32, n_kv_heads=1),
     dict(n_kv_heads=2, attention=A(qk_norm=True)), dict(position="none", norm="layernorm", attention=A(qk_norm=True)),
+    dict(attention=A(qk_norm=True, qk_gain=True)), dict(norm="rmsnorm_zero", attention=A(score_width=30)),
+    dict(n_kv_heads=2, attention=A(qk_norm=True, qk_gain=True)), dict(attention=A(kind="elu", qk_norm=True, qk_gain=True)),
     dict(position="alibi"), dict(position="t5"), dict(position="shaw"), dict(position="transformer_xl"),
     dict(attention=A(kernel="reference")), dict(attention=A(soft_cap=10.0)), dict(attention=A(pattern=["strided"])),
     dict(attention=A(pattern=["window"], window=16)), dict(attention=A(pattern=["window"], window=64)),
@@ -55,6 +57,7 @@ def test_activation_bytes_are_within_a_tenth_of_the_allocators(settings):
     {}, dict(bias=True), dict(norm="layernorm"), dict(norm="layernorm", bias=True), dict(tie_embeddings=True),
     dict(activation="swiglu", bias=True), dict(activation="geglu"), dict(n_kv_heads=2, d_head=24), dict(d_ff=100),
     dict(norm_placement="post"), dict(norm_placement="sandwich"), dict(parallel=True), dict(d_ff=100, bias=True),
+    dict(norm="rmsnorm_zero"), dict(activation="geglu_tanh"), dict(attention=A(qk_norm=True, qk_gain=True), d_head=20),
     dict(attention=A(qkv_bias=True)), dict(bias=True, attention=A(output_bias=False)),
     dict(attention=A(kind="performer")), *[dict(position=name) for name in POSITIONS],
 ], ids=str)  # fmt: skip
