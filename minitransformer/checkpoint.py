@@ -121,7 +121,16 @@ def _load_newest(run: Path, device, say: Callable[[str], None]) -> tuple[Transfo
     raise CheckpointError(f"{run} holds no checkpoint that can be read")
 
 
-def _load_file(path: Path, device) -> tuple[Transformer, Tokenizer]:
+def read_model(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor], Tokenizer]:
+    """Config, weights as they are stored, and tokenizer of a run directory's `model.safetensors`, or of a model file.
+
+    Raises:
+        CheckpointError: there is nothing at `path` that holds a model.
+    """
+    if path.is_dir():
+        path = path / MODEL_FILE
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist (looked in {Path.cwd()})")
     if path.suffix == ".safetensors":
         header, state = _read_safetensors(path)
     else:
@@ -129,8 +138,14 @@ def _load_file(path: Path, device) -> tuple[Transformer, Tokenizer]:
         header = saved[HEADER]
         state = {name.removeprefix("model."): tensor for name, tensor in saved["state_dict"].items()}
     if "model" not in header or "tokenizer" not in header:
-        raise CheckpointError(f"{path} does not describe a minitransformer model")
-    config = ModelConfig.from_dict(json.loads(header["model"]))
+        hint = "; convert it first: python -m minitransformer.convert from=FOLDER to=OUT"
+        foreign = hint if path.with_name("config.json").exists() else ""
+        raise CheckpointError(f"{path} does not describe a minitransformer model{foreign}")
+    return ModelConfig.from_dict(json.loads(header["model"])), state, Tokenizer.from_json(header["tokenizer"])
+
+
+def _load_file(path: Path, device) -> tuple[Transformer, Tokenizer]:
+    config, state, tokenizer = read_model(path)
     model = Transformer(config)
     if config.tie_embeddings:
         state.setdefault("head.weight", state["embedding.weight"])
@@ -138,7 +153,7 @@ def _load_file(path: Path, device) -> tuple[Transformer, Tokenizer]:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit its own config: {' '.join(str(error).split())}") from None
-    return model.to(device).eval(), Tokenizer.from_json(header["tokenizer"])
+    return model.to(device).eval(), tokenizer
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
+from minitransformer.convert.config import ConvertConfig
 from minitransformer.data import config as data
 from minitransformer.generation.config import GenerateConfig
 from minitransformer.lab.config import LabConfig
@@ -21,6 +22,7 @@ SCHEMAS = {
     "train": training.TrainConfig,
     "generate": GenerateConfig,
     "lab": LabConfig,
+    "convert": ConvertConfig,
     "data_stdlib": data.StdlibConfig,
     "data_files": data.FilesConfig,
     "data_hub": data.HubConfig,
@@ -61,6 +63,9 @@ EXAMPLES = {
   {command} checkpoint=runs/NAME layer=1 head=3 another run; what is shown first
   {command} serve=true                          open it on localhost, and type other prompts
   {command} example=true out=example.html       the textbook example, without a model""",
+    "convert": """\
+  {command} from=SmolLM2-135M to=smol     a Hugging Face folder becomes a model of ours
+  {command} from=runs/NAME to=exported    and a run one of theirs""",
 }
 
 
@@ -110,6 +115,19 @@ def lab() -> None:
 
     sys.argv[1:] = ["serve=true" if argument == "--serve" else argument for argument in sys.argv[1:]]
     _main("lab", job)
+
+
+def convert() -> None:
+    """The command `python -m minitransformer.convert`."""
+
+    def job(config: ConvertConfig, hydra: Any) -> None:
+        from minitransformer.convert.run import run
+
+        run(config)
+
+    # `from` is a word of Python's, which no field of a dataclass can be called.
+    sys.argv[1:] = [re.sub("^from=", "source=", argument) for argument in sys.argv[1:]]
+    _main("convert", job)
 
 
 def _command() -> list[str]:

@@ -2,13 +2,14 @@
 
 import codecs
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Regex, pre_tokenizers, trainers
+from tokenizers import Regex, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, WordLevel
 
@@ -26,10 +27,40 @@ def _byte_of() -> dict[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
+def template(backend: Backend) -> tuple[str | None, str | None]:
+    """The special tokens that a tokenizer.json's post-processor puts before and after a text."""
+    if backend.post_processor is None:
+        return None, None
+    state = json.loads(backend.post_processor.__getstate__())
+    for processor in state.get("processors", [state]):
+        if processor["type"] == "TemplateProcessing":
+            pieces = [next(iter(piece.items())) for piece in processor["single"]]
+            text = [kind for kind, _ in pieces].index("Sequence")
+            before, after = ([piece["id"] for _, piece in part] for part in (pieces[:text], pieces[text + 1 :]))
+            return (before[0] if before else None), (after[0] if after else None)
+    return None, None
+
+
+def set_template(backend: Backend, start: str, end: str | None = None) -> None:
+    """Let the post-processor put these tokens around a text."""
+    pieces = [start, "$A", *([] if end is None else [end])]
+    ids = [(token, backend.token_to_id(token)) for token in {start, end} - {None}]
+    backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=ids)
+
+
+def document_tokens(backend: Backend) -> tuple[str | None, str | None]:
+    """The tokens that start and end a document: the post-processor's, or the first of BOUNDARIES that is there."""
+    start, end = template(backend)
+    end = end or next((name for name in BOUNDARIES if backend.token_to_id(name) is not None), None)
+    return start or end, end
+
+
 class Tokenizer:
     """Ids of text; `decode(encode(text)) == text` for every text that can be encoded.
 
-    boundary: the id of the token that starts and ends documents; no text encodes to it.
+    boundary: the id of the token that ends documents, and starts them; no text encodes to it.
+    start: the id of the token that starts documents, where that is another: the one that the post-processor of
+        tokenizer.json puts before a text, such as Llama 3's <|begin_of_text|>. It may also name the boundary.
     token_bytes: the bytes that each id stands for, none for the boundary.
     """
 
@@ -37,10 +68,10 @@ class Tokenizer:
         backend.encode_special_tokens = True  # text that looks like the boundary token stays text
         self.backend = backend
         vocabulary = backend.get_vocab()
-        boundary = next((name for name in BOUNDARIES if name in vocabulary), None)
-        if boundary is None:
+        start, boundary = document_tokens(backend)
+        if start is None or boundary is None:
             raise ValueError(f"the tokenizer has none of {', '.join(BOUNDARIES)}, which start and end documents")
-        self.boundary = vocabulary[boundary]
+        self.start, self.boundary = vocabulary[start], vocabulary[boundary]
         self.characters = set(vocabulary) - {boundary} if isinstance(backend.model, WordLevel) else None
         added = backend.get_added_tokens_decoder()
         byte_of = _byte_of()
@@ -79,15 +110,30 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises bare Exception
             found = "" if path.exists() else f", nor is there a file {path}"
             raise ValueError(f"cannot load tokenizer.name={name}: {' '.join(str(error).split())}{found}") from None
+        try:
+            return cls.adopt(backend)
+        except ValueError as error:
+            raise ValueError(f"cannot use tokenizer.name={name}: {error}") from None
+
+    @classmethod
+    def adopt(cls, backend: Backend, start: str | None = None, end: str | None = None) -> "Tokenizer":
+        """A tokenizer of others, made lossless.
+
+        start, end: tokens that start and end a document, where its own post-processor does not say it (None: found by
+            name, see BOUNDARIES).
+
+        Raises:
+            ValueError: it would lose some text, or no token ends documents.
+        """
         backend.normalizer = None  # so that every text comes back as it was
         backend.no_padding()
         backend.no_truncation()
-        try:
-            tokenizer = cls(backend)
-            if any(tokenizer.decode(tokenizer.encode(probe)) != probe for probe in (PROBE, PROBE.strip())):
-                raise ValueError("it changes text; only byte-level tokenizers lose none")
-        except ValueError as error:
-            raise ValueError(f"cannot use tokenizer.name={name}: {error}") from None
+        around = template(backend)[0] or start or end, end
+        if end is not None and around != document_tokens(backend):
+            set_template(backend, *around)
+        tokenizer = cls(backend)
+        if any(tokenizer.decode(tokenizer.encode(probe)) != probe for probe in (PROBE, PROBE.strip())):
+            raise ValueError("it changes text; only byte-level tokenizers lose none")
         return tokenizer
 
     @classmethod

@@ -22,7 +22,7 @@ def beam_search(
     favours long ones (Wu et al. 2016, in the form that transformers has). It ends when no open beam can still overtake
     what is finished, as long as its rank does not rise.
     """
-    ids = [tokenizer.boundary, *tokenizer.encode(prompt)]
+    ids = [tokenizer.start, *tokenizer.encode(prompt)]
     n_new = fitting(model, len(ids), max_new_tokens)
     assert n_new is not None
     cache, last = prefill(model, [ids], tokenizer.boundary, len(ids) + n_new - 1)

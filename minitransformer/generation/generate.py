@@ -152,7 +152,7 @@ def generate_rows(
     """
     sampling.check(tokenizer.vocab_size)
     deadline = time.monotonic() + (float("inf") if max_seconds is None else max_seconds)
-    ids = [[tokenizer.boundary, *tokenizer.encode(prompt)] for prompt in prompts]
+    ids = [[tokenizer.start, *tokenizer.encode(prompt)] for prompt in prompts]
     n_new = fitting(model, max(map(len, ids)), max_new_tokens, overflow)
     limit = model.config.max_seq_len
     rows = [Row(p, i, tokenizer, stop or []) for p, i in zip(prompts, ids, strict=True) for _ in range(num_samples)]
@@ -248,7 +248,7 @@ def score(model: Transformer, tokenizer: Tokenizer, text: str) -> Continuation:
     Raises:
         ValueError: it is longer than the model holds.
     """
-    ids = [tokenizer.boundary, *tokenizer.encode(text), tokenizer.boundary]
+    ids = [tokenizer.start, *tokenizer.encode(text), tokenizer.boundary]
     tokens = torch.tensor([ids], device=model.embedding.weight.device)
     log_probs = model(tokens[:, :-1])[0, :, : tokenizer.vocab_size].float().log_softmax(-1)
     found = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]

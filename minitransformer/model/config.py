@@ -120,7 +120,7 @@ class RotaryConfig:
         if not 0 < self.fraction <= 1:
             raise ValueError(f"model.rotary.fraction={self.fraction} is out of range; it must be above 0 and at most 1")
         if self.scaling == "none" and self.factor != 1:
-            raise ValueError(f"model.rotary.factor={self.factor} needs model.rotary.scaling: linear, ntk, yarn or llama3")
+            raise ValueError(f"model.rotary.factor={self.factor} needs a scaling: linear, ntk, yarn or llama3")
         if self.scaling not in ("yarn", "llama3") and (self.slow is not None or self.fast is not None):
             raise ValueError("model.rotary.slow and fast need model.rotary.scaling: yarn or llama3")
         if self.scaling != "yarn" and self.attention_factor is not None:

@@ -119,7 +119,9 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
             return width * math.log(original / (n * 2 * math.pi)) / (2 * math.log(base))
 
         low, high = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), width - 1)
-        divided = ((torch.arange(width // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+        divided = ((torch.arange(width // 2, dtype=torch.float64, device="cpu") - low) / max(high - low, 0.001)).clamp(
+            0, 1
+        )
         factor = 0.1 * math.log(s) + 1 if rotary.attention_factor is None else rotary.attention_factor
         return frequencies * (1 - divided) + frequencies / s * divided, factor
     return frequencies, 1.0
