@@ -135,6 +135,8 @@ def read_model(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor], Tokeni
         header, state = _read_safetensors(path)
     else:
         saved = read_checkpoint(path)
+        if "lora" in saved:
+            raise CheckpointError(f"{path} holds adapters alone; {MODEL_FILE} of its run has them merged")
         header = saved[HEADER]
         state = {name.removeprefix("model."): tensor for name, tensor in saved["state_dict"].items()}
     if "model" not in header or "tokenizer" not in header:

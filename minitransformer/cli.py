@@ -49,6 +49,7 @@ EXAMPLES = {
   {command} optimizer=adamw optimizer.lr=1e-3            other settings
   {command} -m seed=1,2,3                                a sweep, one directory a job
   {command} name=mine resume=auto                        go on where run `mine` stopped
+  {command} init_from=runs/mine data=text data.files=[b.txt] lora.rank=8   fine-tune a model by adapters
   {command} --cfg job                                    print the composed config""",
     "generate": """\
   {command} prompt="def "                           from the newest run
@@ -87,7 +88,8 @@ def train() -> None:
         # To resume, a run is named by its directory: an earlier `resume` or `name` would contradict it.
         kept = [o for o in hydra.overrides.task if not o.startswith(("resume=", "name="))]
         try:
-            return run(config, shlex.join([*_command(), *kept]), sweep_dir)
+            given = [o.lstrip("+~").split("=")[0] for o in hydra.overrides.task]
+            return run(config, shlex.join([*_command(), *kept]), sweep_dir, given)
         except Interrupted as stopped:
             sys.exit(stopped.code)
 

@@ -7,7 +7,7 @@ themselves are in `families`. `transformers` is not needed.
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -322,8 +322,8 @@ class Family:
         Raises:
             NoCounterpart: naming all settings that this family does not have.
         """
-        settings = flat(config)
-        standard = flat(ModelConfig()) | {"n_kv_heads": config.n_heads, "d_head": config.d_model / config.n_heads}
+        settings = config.flat()
+        standard = ModelConfig().flat() | {"n_kv_heads": config.n_heads, "d_head": config.d_model / config.n_heads}
         standard |= {"attention.score_width": config.head_width} | self.fixed
         covered = {name for part in self.parts for name in part.settings} | NEUTRAL
         missing = [
@@ -385,18 +385,6 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def flat(config: ModelConfig) -> Settings:
-    """Our settings by dotted names, with what None stands for."""
-    values, width = asdict(config), config.attention.score_width or config.head_width
-    own = {"n_kv_heads": config.kv_heads, "d_head": config.head_width, "d_ff": config.ff_width}
-    for name in ("qkv_bias", "output_bias"):
-        given = values["attention"][name]
-        own[f"attention.{name}"] = config.bias if given is None else given
-    own["attention.score_width"] = int(width) if width == int(width) else width
-    inner = {f"{part}.{name}": v for part in ("attention", "rotary") for name, v in values.pop(part).items()}
-    return values | inner | own
 
 
 # Masks and frequencies that files of old versions hold.

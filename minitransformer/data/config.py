@@ -14,7 +14,8 @@ DOCUMENTS = ("file", "line", "blank_line")
 class DataConfig:
     """What every source of documents shares.
 
-    batch_size: rows of `model.max_seq_len` tokens in one optimizer step, over all micro-batches.
+    batch_size: rows in one optimizer step, over all micro-batches.
+    row_length: tokens in a row (None: `model.max_seq_len`).
     packing: how documents fill rows. `best_fit` leaves almost no place empty; `sequential` keeps their order, within
         rows and from row to row; `concat` cuts one endless stream, documents seeing each other, as GPT-2 was trained;
         `pad` gives each document rows of its own.
@@ -29,6 +30,7 @@ class DataConfig:
     """
 
     batch_size: int = 8
+    row_length: int | None = None
     packing: str = "best_fit"
     val_fraction: float = 0.05
     split: str = "auto"
@@ -40,6 +42,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         at_least("data.batch_size", self.batch_size, 1)
         at_least("data.workers", self.workers, 0)
+        if self.row_length is not None:
+            at_least("data.row_length", self.row_length, 1)
         if self.limit_rows is not None:
             at_least("data.limit_rows", self.limit_rows, 1)
         choose("data.packing", self.packing, PACKINGS)

@@ -13,6 +13,7 @@ from minitransformer.data.packing import pack
 from minitransformer.data.rows import StepNumbers, TrainingSteps, ValidationSteps
 from minitransformer.data.store import open_store
 from minitransformer.data.streaming import StreamingSteps
+from minitransformer.data.tokenizer import Tokenizer
 
 
 class TextData(pl.LightningDataModule):
@@ -22,7 +23,7 @@ class TextData(pl.LightningDataModule):
     validation_rows, skipped and boms.
     """
 
-    def __init__(self, config: DataConfig, tokenizer_config: TokenizerConfig, row_length: int, seed: int):
+    def __init__(self, config: DataConfig, tokenizer_config: TokenizerConfig | Tokenizer, row_length: int, seed: int):
         super().__init__()
         self.config, self.tokenizer_config = config, tokenizer_config
         self.row_length, self.seed = row_length, seed
@@ -38,7 +39,7 @@ class TextData(pl.LightningDataModule):
         Raises:
             ValueError: the text is missing, wrong, or too short for one row.
         """
-        if self.streaming and self.tokenizer_config.kind == "char":
+        if self.streaming and getattr(self.tokenizer_config, "kind", None) == "char":
             raise ValueError("tokenizer=char needs all characters before training, which data.streaming=true has not")
         corpus = load_corpus(self.config)
         store = open_store(self.config, self.tokenizer_config, corpus, console)
@@ -49,9 +50,10 @@ class TextData(pl.LightningDataModule):
         self.limit = store.limit if self.streaming and self.config.val_split is None else None
         n_tokens = int(self.train.documents.length.sum()) + len(self.train.documents)
         if n_tokens < self.row_length + 1 and not self.streaming:
+            name = "model.max_seq_len" if self.config.row_length is None else "data.row_length"
             raise ValueError(
-                f"the training text has {n_tokens} tokens; one row of model.max_seq_len="
-                f"{self.row_length} and a target need {self.row_length + 1}: give more text or a smaller max_seq_len"
+                f"the training text has {n_tokens} tokens; one row of {name}={self.row_length} and a target need "
+                f"{self.row_length + 1}: give more text or a smaller {name}"
             )
         self.steps = None if self.streaming else self._steps()
         self.validation_rows = pack(self.validation.documents, self.row_length, self.config.packing)

@@ -86,7 +86,9 @@ def cache_folder(config: DataConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minitransformer"
 
 
-def open_store(config: DataConfig, tokenizer_config: TokenizerConfig, corpus: Corpus, console: Console) -> Store:
+def open_store(
+    config: DataConfig, tokenizer_config: TokenizerConfig | Tokenizer, corpus: Corpus, console: Console
+) -> Store:
     """The tokenised corpus, from the cache if it was tokenised before.
 
     An entry is named by a hash of the text and the settings, and appears whole or not at all: it is built in a folder
@@ -95,7 +97,8 @@ def open_store(config: DataConfig, tokenizer_config: TokenizerConfig, corpus: Co
     Raises:
         ValueError: the text is wrong or the cache cannot be written.
     """
-    settings = [config.split, config.val_fraction, asdict(tokenizer_config)]
+    given = isinstance(tokenizer_config, Tokenizer)
+    settings = [config.split, config.val_fraction, tokenizer_config.fingerprint if given else asdict(tokenizer_config)]
     if isinstance(tokenizer_config, PretrainedConfig):
         settings.append(Tokenizer.pretrained(tokenizer_config.name).fingerprint)  # a file by that name may change
     what = json.dumps([FORMAT, corpus.fingerprint, settings], sort_keys=True)
@@ -125,7 +128,7 @@ def _read(entry: Path) -> Store:
 
 
 def _build(
-    entry: Path, config: DataConfig, tokenizer_config: TokenizerConfig, corpus: Corpus, console: Console
+    entry: Path, config: DataConfig, tokenizer_config: TokenizerConfig | Tokenizer, corpus: Corpus, console: Console
 ) -> None:
     console.print("tokenising the corpus (once; it is kept for the next run)")
     building = entry.with_suffix(".building")
@@ -193,8 +196,10 @@ class _Counted:
             yield piece
 
 
-def make_tokenizer(config: TokenizerConfig, corpus: Corpus, survey: Survey, bar: Progress) -> Tokenizer:
-    """The tokenizer that `config` names. Characters are those of the whole corpus, merges those of training."""
+def make_tokenizer(config: TokenizerConfig | Tokenizer, corpus: Corpus, survey: Survey, bar: Progress) -> Tokenizer:
+    """The tokenizer that `config` names or is. Characters are those of the whole corpus, merges those of training."""
+    if isinstance(config, Tokenizer):
+        return config
     if isinstance(config, PretrainedConfig):
         return Tokenizer.pretrained(config.name)
     if config.kind == "byte":

@@ -1,6 +1,6 @@
 """The shape of a model: one dataclass that checks itself and names the wrong field."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 POSITIONS = ("none", "sinusoidal", "learned", "rotary", "alibi", "t5", "shaw", "transformer_xl")
@@ -278,6 +278,17 @@ class ModelConfig:
         if self.gated:
             return -(-8 * self.d_model // (3 * 32)) * 32
         return 4 * self.d_model
+
+    def flat(self) -> dict[str, Any]:
+        """All settings by dotted names, such as `attention.window`, with what None stands for."""
+        values, width = asdict(self), self.attention.score_width or self.head_width
+        own = {"n_kv_heads": self.kv_heads, "d_head": self.head_width, "d_ff": self.ff_width}
+        own["attention.score_width"] = int(width) if width == int(width) else width
+        for name in ("qkv_bias", "output_bias"):
+            given = values["attention"][name]
+            own[f"attention.{name}"] = self.bias if given is None else given
+        inner = {f"{part}.{name}": v for part in ("attention", "rotary") for name, v in values.pop(part).items()}
+        return values | inner | own
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":

@@ -164,6 +164,7 @@ class Checkpointer(pl.Callback):
             if trainer.is_global_zero:
                 # A moving average has put itself in the place of the weights.
                 weights = {name.removeprefix("model."): w for name, w in self.saved["state_dict"].items()}
+                weights = module.plain_weights(weights)
                 save_model(self.run / MODEL_FILE, module.model.config, weights, module.tokenizer)
                 for old in checkpoints(self.run)[: -self.config.keep_checkpoints]:
                     old.unlink()
@@ -176,7 +177,7 @@ class Checkpointer(pl.Callback):
             self.best = loss
             if module.settings.strategy != "fsdp" and trainer.is_global_zero:
                 model = module.model
-                save_model(self.run / BEST_FILE, model.config, model.state_dict(), module.tokenizer)
+                save_model(self.run / BEST_FILE, model.config, module.plain_weights({}), module.tokenizer)
 
     def state_dict(self) -> dict:
         return {"best": self.best}

@@ -287,6 +287,31 @@ class CallbacksConfig:
         fraction("callbacks.ema", self.ema)
 
 
+@dataclass
+class LoRAConfig:
+    """Low-rank adapters beside the frozen matrices of `init_from` (Hu et al. 2021): W + alpha / rank * B A.
+
+    rank: of B A; 0 trains the whole model. targets: the linear layers that have one, by name, in which * stands for
+        anything; queries, keys and values are one layer, and so are a feed-forward's input and its gate.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: list[str] = field(default_factory=lambda: ["blocks.*"])
+
+    def __post_init__(self) -> None:
+        at_least("lora.rank", self.rank, 0)
+        positive("lora.alpha", self.alpha)
+        if not self.targets:
+            raise ValueError("lora.targets is empty; name at least one, such as blocks.*.attention.*")
+        if not self.rank and (self.alpha, self.targets) != (16.0, ["blocks.*"]):
+            raise ValueError("lora.alpha and lora.targets need a lora.rank above 0")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 def time_name() -> str:
     """The name of a run that was given none."""
     return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -300,18 +325,21 @@ class TrainConfig:
     seed: of initialisation, dropout and the order of rows.
     resume: None starts anew; `auto` continues the newest checkpoint of run `name` (None: of the newest run);
         a path continues that run directory, or from that checkpoint.
+    init_from: a run directory or model file whose weights, architecture and tokenizer to start from (None: afresh).
     """
 
     name: str | None = None
     runs_dir: str = "runs"
     seed: int = 0
     resume: str | None = None
+    init_from: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: Any = field(default_factory=DataConfig)
     tokenizer: Any = field(default_factory=TokenizerConfig)
     optimizer: Any = field(default_factory=AdamWConfig)
     schedule: Any = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     logger: Any = field(default_factory=LoggerConfig)
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
 
@@ -329,6 +357,10 @@ class TrainConfig:
             raise ValueError(
                 f"data.batch_size={self.data.batch_size} rows of a step do not divide into {self.trainer.ranks} ranks"
             )
+        if self.lora.rank and self.init_from is None:
+            raise ValueError(f"lora.rank={self.lora.rank} needs init_from: adapters stand beside trained weights")
+        if self.lora.rank and (self.trainer.strategy == "fsdp" or self.callbacks.ema):
+            raise ValueError(f"lora.rank={self.lora.rank} cannot go with trainer.strategy=fsdp or callbacks.ema")
         if self.trainer.strategy == "fsdp" and (self.callbacks.sample_every or self.callbacks.ema):
             raise ValueError(
                 "trainer.strategy=fsdp cannot go with callbacks.sample_every or callbacks.ema; set them to 0"

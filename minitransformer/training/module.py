@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 
 import lightning.pytorch as pl
 import numpy as np
@@ -19,6 +20,7 @@ from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.model.cost import flops_per_token
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import TrainConfig
+from minitransformer.training.lora import ADAPTER, fingerprint, merged
 from minitransformer.training.loss import head_cross_entropy
 from minitransformer.training.optimizers import make_optimizer
 from minitransformer.training.schedules import rate
@@ -43,6 +45,7 @@ class LanguageModel(pl.LightningModule):
         self.automatic_optimization = False
         self.model, self.tokenizer, self.config, self.settings = model, tokenizer, config, config.trainer
         self.n_bytes = n_bytes
+        self.strict_loading = not config.lora.rank  # a checkpoint of adapters leaves out what is frozen
         self.model.checkpoint_gradients(self.settings.gradient_checkpointing, self.settings.checkpoint_blocks)
         if self.settings.compile:
             self.model.compile_blocks()
@@ -224,8 +227,16 @@ class LanguageModel(pl.LightningModule):
 
     # Checkpoints -----------------------------------------------------------------------------------------------
 
+    def plain_weights(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a model without adapters, which are merged; `state` has what differs from those of now."""
+        return merged(self.model.state_dict() | state, self.config.lora)
+
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint[HEADER] = describe(self.model.config, self.tokenizer)
+        if self.config.lora.rank:
+            kept = {name: tensor for name, tensor in checkpoint["state_dict"].items() if ADAPTER.search(name)}
+            checkpoint["state_dict"] = kept
+            checkpoint["lora"] = asdict(self.config.lora) | {"frozen": fingerprint(self.model)}
         counts = {name: getattr(self, name) for name in ("tokens_seen", "skipped", "skipped_in_row")}
         checkpoint["counts"] = counts
         if self._window:

@@ -9,7 +9,8 @@ import shlex
 import sys
 import time
 import warnings
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -29,11 +30,13 @@ from minitransformer.checkpoint import (
     atomic_write,
     describe,
     latest_run,
+    load,
     new_run,
     newest_readable,
     point_latest,
     read_checkpoint,
 )
+from minitransformer.data.config import PretrainedConfig
 from minitransformer.data.datamodule import TextData
 from minitransformer.device import choose_device, choose_precision
 from minitransformer.model.config import ModelConfig
@@ -51,11 +54,25 @@ from minitransformer.training.callbacks import (
     RunDirectory,
     Sampler,
 )
-from minitransformer.training.config import CSVConfig, MuonConfig, RangeConfig, TrainConfig, WandbConfig, time_name
+from minitransformer.training.config import (
+    CSVConfig,
+    LoRAConfig,
+    MuonConfig,
+    RangeConfig,
+    TrainConfig,
+    WandbConfig,
+    time_name,
+)
+from minitransformer.training.lora import add_adapters, fingerprint
 from minitransformer.training.module import LanguageModel
 
 
-def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path | None = None) -> float | None:
+def train(
+    config: TrainConfig,
+    command: str = "python train.py",
+    sweep_dir: Path | None = None,
+    given: Sequence[str] = (),
+) -> float | None:
     """Train as `config` says and return the final validation loss in nats per token.
 
     Every process of a run on several devices comes through here; the first speaks and writes.
@@ -63,6 +80,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
     Args:
         command: how the user started this, for the commands that are printed.
         sweep_dir: the directory of this job when it is one of a sweep.
+        given: names of the settings that the user gave, which `init_from` may contradict.
 
     Raises:
         ValueError: the config or the data are wrong; nothing was written then.
@@ -77,13 +95,28 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
     precision = choose_precision(config.trainer.precision, device)
     _check_device(config, device)
     run, saved = _resume(config, console)
+    base, tokenizer = None, config.tokenizer
+    if config.init_from is not None:
+        base, tokenizer = load(config.init_from, say=console.print)
+        config = inherit(config, base.config, given)
 
-    data = TextData(config.data, config.tokenizer, config.model.max_seq_len, config.seed)
+    row_length = config.data.row_length or config.model.max_seq_len
+    if row_length > config.model.max_seq_len:
+        raise ValueError(f"data.row_length={row_length} is more than model.max_seq_len={config.model.max_seq_len}")
+    data = TextData(config.data, tokenizer, row_length, config.seed)
     data.prepare(console)
     model_config = _with_vocabulary(config.model, data.tokenizer.vocab_size)
+    pl.seed_everything(config.seed, verbose=False)
+    model = Transformer(model_config)
+    if base is not None:
+        model.load_state_dict(base.state_dict())
+        del base
+    if config.lora.rank:
+        add_adapters(model, config.lora)
     checkpoint = None
     if saved is not None:
         _check_same(saved, describe(model_config, data.tokenizer), run)
+        _check_adapters(saved, config, model, run)
         step = saved["global_step"]
         if step >= config.trainer.max_steps:
             console.print(f"{run} is already trained: {step} of trainer.max_steps={config.trainer.max_steps} steps")
@@ -92,8 +125,6 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         checkpoint = saved["path"]
         del saved  # Lightning reads the file again; two copies of all weights need not be held
 
-    pl.seed_everything(config.seed, verbose=False)
-    model = Transformer(model_config)
     module = LanguageModel(model, data.tokenizer, config, data.validation.n_bytes)
     module.configure_optimizers()  # refuses a wrong pattern before work
 
@@ -109,7 +140,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
                 file.write(data.tokenizer.to_json().encode())
         point_latest(run, Path(config.runs_dir))
         logger, line = make_logger(config, run)
-        summary(console, config, run, model_config, data, device, precision, line)
+        summary(console, config, run, model, data, device, precision, line)
         return logger
 
     directory = RunDirectory(lambda: run or _new_directory(config, sweep_dir), begin)
@@ -241,12 +272,48 @@ def _with_vocabulary(config: ModelConfig, tokens: int) -> ModelConfig:
     return ModelConfig.from_dict(asdict(config) | {"vocab_size": config.vocab_size or tokens})
 
 
+HARMLESS = ("dropout", "attention.kernel")  # settings of the model that may differ from those of `init_from`
+
+
+def inherit(config: TrainConfig, base: ModelConfig, given: Sequence[str]) -> TrainConfig:
+    """The config with the model of `init_from`, and its tokenizer.
+
+    given: names of the settings that the user gave.
+
+    Raises:
+        ValueError: one of these contradicts the model.
+    """
+    named = f"init_from={config.init_from}"
+    asked, has = config.model.flat(), base.flat()
+    for name in given:
+        group, _, setting = name.partition(".")
+        if name in ("model", "experiment") or group == "tokenizer":
+            raise ValueError(f"{name} cannot go with {named}, which has its own model and tokenizer; leave it out")
+        if group == "model" and setting not in HARMLESS and asked.get(setting) != has.get(setting, setting):
+            here, there = asked.get(setting, "..."), has.get(setting, "another")
+            raise ValueError(f"{name}={here} contradicts {named}, which has {there}; leave it out")
+    kernel = config.model.attention.kernel if "model.attention.kernel" in given else base.attention.kernel
+    dropout = config.model.dropout if "model.dropout" in given else base.dropout
+    model = replace(base, dropout=dropout, attention=replace(base.attention, kernel=kernel))
+    return replace(config, model=model, tokenizer=PretrainedConfig(name=config.init_from))
+
+
+def _check_adapters(saved: dict, config: TrainConfig, model: Transformer, run: Path) -> None:
+    """Refuse to resume with other adapters, or beside other weights."""
+    old, new = saved.get("lora", asdict(LoRAConfig())), asdict(config.lora)
+    for name in new:
+        if old[name] != new[name]:
+            raise ValueError(f"cannot resume {run}: it was trained with lora.{name}={old[name]}, not {new[name]}")
+    if config.lora.rank and old["frozen"] != fingerprint(model):
+        raise ValueError(f"cannot resume {run}: the weights in init_from={config.init_from} are no longer the same")
+
+
 def _check_same(saved: dict, now: dict, run: Path) -> None:
     """Refuse to resume with another model or tokenizer, naming the first difference."""
-    old, new = json.loads(saved[HEADER]["model"]), json.loads(now["model"])
+    old, new = (asdict(ModelConfig.from_dict(json.loads(header["model"]))) for header in (saved[HEADER], now))
     for name in new:
-        if old.get(name) != new[name]:
-            raise ValueError(f"cannot resume {run}: it was trained with model.{name}={old.get(name)}, not {new[name]}")
+        if old[name] != new[name]:
+            raise ValueError(f"cannot resume {run}: it was trained with model.{name}={old[name]}, not {new[name]}")
     if saved[HEADER]["tokenizer"] != now["tokenizer"]:
         raise ValueError(f"cannot resume {run}: it was trained with another tokenizer or other text")
 
@@ -297,8 +364,12 @@ def _finish(loggers: list[Logger]) -> None:
                 logger.experiment.finish()
 
 
-def summary(console, config, run, model_config, data, device, precision, logging_line) -> None:
+def summary(console, config, run, model, data, device, precision, logging_line) -> None:
     """Say what is about to be trained, on what, and where it will lie."""
+    model_config = model.config
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapters = f", {trained:,} in adapters of rank {config.lora.rank} trained" if config.lora.rank else ""
+    source = f"; from {config.init_from}{adapters}" if config.init_from else ""
     train, held_out = data.train, data.validation
     steps, batch = config.trainer.max_steps, config.data.batch_size
     per_step = batch * data.row_length * data.efficiency
@@ -321,7 +392,7 @@ def summary(console, config, run, model_config, data, device, precision, logging
     for name, value in {
         "run": str(run),
         "model": f"{parameter_count(model_config):,} parameters: {model_config.n_layers} layers, "
-        f"d_model {model_config.d_model}, {model_config.n_heads} heads, {model_config.position} positions",
+        f"d_model {model_config.d_model}, {model_config.n_heads} heads, {model_config.position} positions{source}",
         "data": f"{kind}: {len(train.documents):,} documents, {train.n_bytes:,} bytes{at_first}{left_out}; "
         f"{len(held_out.documents):,} documents, {held_out.n_bytes:,} bytes held out",
         "tokens": f"{train.n_tokens:,} of {config.tokenizer.kind} with a vocabulary of {data.tokenizer.vocab_size:,}, "
