@@ -101,6 +101,10 @@ def load(
         CheckpointError: there is nothing at `path` that holds a model.
     """
     path = Path(path)
+    if (path / "config.json").exists():
+        raise CheckpointError(
+            f"{path} is a Hugging Face folder; convert it first: python -m minitransformer.convert from={path} to=OUT"
+        )
     if path.is_dir():
         return _load_newest(path, device, say)
     if not path.exists():
@@ -140,9 +144,7 @@ def read_model(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor], Tokeni
         header = saved[HEADER]
         state = {name.removeprefix("model."): tensor for name, tensor in saved["state_dict"].items()}
     if "model" not in header or "tokenizer" not in header:
-        hint = "; convert it first: python -m minitransformer.convert from=FOLDER to=OUT"
-        foreign = hint if path.with_name("config.json").exists() else ""
-        raise CheckpointError(f"{path} does not describe a minitransformer model{foreign}")
+        raise CheckpointError(f"{path} does not describe a minitransformer model")
     return ModelConfig.from_dict(json.loads(header["model"])), state, Tokenizer.from_json(header["tokenizer"])
 
 

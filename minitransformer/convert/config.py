@@ -11,13 +11,13 @@ class ConvertConfig:
 
     source: a Hugging Face folder, or a run directory or model file of ours (`from` on the command line).
     to: the folder to write: ours from a Hugging Face folder, a Hugging Face folder from ours.
-    tokenizer: a tokenizer.json, or a folder with one, in place of that of a Hugging Face folder (None: its own).
+    tokenizer_path: a tokenizer.json, or a folder with one, in place of that of a Hugging Face folder (None: its own).
     shard_gb: size of the files that weights are written in, in 10^9 bytes.
     """
 
     source: str = ""
     to: str = ""
-    tokenizer: str | None = None
+    tokenizer_path: str | None = None
     shard_gb: float = 5.0
 
     def __post_init__(self) -> None:

@@ -282,9 +282,14 @@ def find_family(config: ModelConfig) -> tuple[Family, ModelConfig]:
         NoCounterpart: naming what the nearest families lack.
     """
     gains = replace(config.attention, qk_gain=config.attention.qk_norm)
+    qkv_bias = replace(gains, qkv_bias=True, output_bias=config.flat()["attention.output_bias"])
     biases = replace(gains, qkv_bias=True, output_bias=True)
     why: dict[str, str] = {}
-    for candidate in (replace(config, attention=gains), replace(config, bias=True, attention=biases)):
+    for candidate in (
+        replace(config, attention=gains),
+        replace(config, attention=qkv_bias),
+        replace(config, bias=True, attention=biases),
+    ):
         for name, family in FAMILIES.items():
             try:
                 family.write_config(candidate)

@@ -31,13 +31,15 @@ def run(config: ConvertConfig) -> None:
     source, to = Path(config.source), Path(config.to)
     if is_hugging_face(source):
         with new_folder(to) as folder:
-            model, state, tokenizer = from_hugging_face(source, config.tokenizer)
+            model, state, tokenizer = from_hugging_face(source, config.tokenizer_path)
             save_model(folder / MODEL_FILE, model, state, tokenizer)
             (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
         print(f"{to}: {describe(model, state)}, {_documents(tokenizer)}")
     else:
-        if config.tokenizer is not None:
-            raise ConvertError(f"tokenizer={config.tokenizer} is for Hugging Face folders; {source} has its own")
+        if config.tokenizer_path is not None:
+            raise ConvertError(
+                f"tokenizer_path={config.tokenizer_path} is for Hugging Face folders; {source} has its own"
+            )
         try:
             model, state, tokenizer = read_model(source)
         except CheckpointError as error:
@@ -84,11 +86,14 @@ def from_hugging_face(folder: Path, tokenizer: str | None = None) -> tuple[Model
         config = family.read_config(given)
     except ConvertError as error:
         raise ConvertError(f"{folder}/{error}") from None
+    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if "dynamic" in (rope.get("rope_type"), rope.get("type")):
+        print(f"its dynamic rotary scaling begins past {config.max_seq_len} tokens, where the converted model ends")
     found = read_tokenizer(folder, tokenizer, given)
     if found.vocab_size > config.vocab_size:
         raise ConvertError(
             f"{folder}: the tokenizer has {found.vocab_size} ids, the embedding has {config.vocab_size}; "
-            "give the model's own with tokenizer=PATH"
+            "give the model's own with tokenizer_path=PATH"
         )
     return config, to_our_state(family, config, read_tensors(folder), folder), found
 
@@ -140,8 +145,8 @@ def read_tokenizer(folder: Path, other: str | None, config: dict[str, Any]) -> T
     path = Path(other or folder)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        have = f"tokenizer={other} does not exist" if other else f"{folder} has no tokenizer.json"
-        raise ConvertError(f"{have}; a model of ours has its tokenizer with it: give one with tokenizer=PATH")
+        have = f"tokenizer_path={other} does not exist" if other else f"{folder} has no tokenizer.json"
+        raise ConvertError(f"{have}; a model of ours has its tokenizer with it: give one with tokenizer_path=PATH")
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
@@ -158,7 +163,7 @@ def read_tokenizer(folder: Path, other: str | None, config: dict[str, Any]) -> T
     try:
         return Tokenizer.adopt(backend, **names)
     except ValueError as error:
-        raise ConvertError(f"{path} cannot be used: {error}; give another with tokenizer=PATH") from None
+        raise ConvertError(f"{path} cannot be used: {error}; give another with tokenizer_path=PATH") from None
 
 
 # To Hugging Face -------------------------------------------------------------------------------------------------
