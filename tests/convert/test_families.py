@@ -10,8 +10,6 @@ from minitransformer.convert.config import ConvertConfig
 from minitransformer.convert.run import run
 from minitransformer.generation.generate import generate_all
 
-transformers = pytest.importorskip("transformers")
-
 VOCABULARY = 257
 SHAPE = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -77,7 +75,12 @@ CASES = {
 }  # fmt: skip
 
 
-def make_theirs(case: str):
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")  # here, where not every process of the suite imports it
+
+
+def make_theirs(transformers, case: str):
     """A model of `transformers` whose parameters are all random: ones and zeros would hide what a part does."""
     kind, settings = CASES[case]
     model_class = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
@@ -116,8 +119,8 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_family_in_and_out(case, tokenizer, tmp_path):
-    theirs = make_theirs(case)
+def test_a_family_in_and_out(transformers, case, tokenizer, tmp_path):
+    theirs = make_theirs(transformers, case)
     folder_of(theirs, tokenizer, tmp_path / "theirs")
     run(ConvertConfig(source=str(tmp_path / "theirs"), to=str(tmp_path / "ours")))
     ours, found = load(tmp_path / "ours")
