@@ -61,7 +61,10 @@ def test_readme_has_commands():
     assert all(c.startswith(known) for c in COMMANDS)
 
 
-@pytest.mark.parametrize("line", [c for c in RUN if c.startswith("python train.py") and "name=mine" not in c])
+@pytest.mark.parametrize(
+    "line",
+    [c for c in RUN if c.startswith("python train.py") and "name=mine" not in c and "init_from" not in c],
+)
 def test_training_commands(line, command, files):
     words = shorten(shlex.split(line)[2:])
     if "trainer=ddp" in words:  # starts the script once more for each rank
@@ -91,6 +94,9 @@ def test_commands_that_build_on_each_other_and_the_python_code(command, files, c
     assert "already trained" in said[1].out
     assert "resuming runs/mine after step 6" in said[2].out
     (files / "runs" / "less").symlink_to("mine")
+    for line in (c for c in RUN if "init_from" in c):
+        result = command("train", *shorten(shlex.split(line)[2:]))
+        assert result.code == 0, result.err
     generating = [c for c in RUN if c.startswith("python generate.py")]
     for line in generating:
         words = shlex.split(line.replace("max_new_tokens=100", ""))[2:]  # more than the small model of this test holds

@@ -58,7 +58,7 @@ def speculate(
     sampling.check(tokenizer.vocab_size)
     deadline = time.monotonic() + (float("inf") if max_seconds is None else max_seconds)
     guesses = guesses or Guesses()
-    ids = [[tokenizer.boundary, *tokenizer.encode(prompt)] for prompt in prompts]
+    ids = [[tokenizer.start, *tokenizer.encode(prompt)] for prompt in prompts]
     n_new = fitting(model, max(map(len, ids)), max_new_tokens)
     assert n_new is not None
     rows = [Row(p, i, tokenizer, stop or []) for p, i in zip(prompts, ids, strict=True) for _ in range(num_samples)]
