@@ -235,9 +235,12 @@ def end_to_end(
     def pieces() -> Iterator[tuple[bool, str]]:
         """Of each document its prefix, empty or not, and then its text."""
         for document in documents:
-            yield True, document.prefix
+            first = tokenizer.prefix
+            yield True, document.prefix and first + document.prefix
+            first = "" if document.prefix else first
             for piece in cut(document.text):
-                yield False, piece
+                yield False, first + piece
+                first = ""
 
     boundary = np.array([tokenizer.boundary], dtype)
     length, prefix, stream = array("q"), array("q"), pieces()

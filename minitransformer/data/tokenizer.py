@@ -13,6 +13,8 @@ from tokenizers import Regex, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, WordLevel
 
+from minitransformer.data.sentencepiece import SPACE, bytes_of, is_sentencepiece, without_prefix
+
 BOUNDARY = "<|endoftext|>"  # stands before each document and after the last; its id starts and ends a text
 # What others call it; the first that a pretrained tokenizer has is taken.
 BOUNDARIES = (BOUNDARY, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -62,9 +64,15 @@ class Tokenizer:
     start: the id of the token that starts documents, where that is another: the one that the post-processor of
         tokenizer.json puts before a text, such as Llama 3's <|begin_of_text|>. It may also name the boundary.
     token_bytes: the bytes that each id stands for, none for the boundary.
+    prefix: what a tokenizer of SentencePiece's kind reads before a text, a space, or nothing.
     """
 
     def __init__(self, backend: Backend):
+        self.prefix, self._json, self._space = "", None, None
+        if sentencepiece := is_sentencepiece(backend):
+            self._json = backend.to_str()
+            backend, self.prefix = without_prefix(backend)
+            self._space = [backend.token_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         backend.encode_special_tokens = True  # text that looks like the boundary token stays text
         self.backend = backend
         vocabulary = backend.get_vocab()
@@ -79,12 +87,12 @@ class Tokenizer:
         for token, i in vocabulary.items():
             if i in added or self.characters:
                 self.token_bytes[i] = b"" if i in added and added[i].special else token.encode()
+            elif sentencepiece:
+                self.token_bytes[i] = bytes_of(token)
             elif set(token) <= byte_of.keys():
                 self.token_bytes[i] = bytes(byte_of[c] for c in token)
             else:
-                raise ValueError(
-                    f"its token {token!r} does not stand for bytes; only byte-level tokenizers lose no text"
-                )
+                raise ValueError(f"its token {token!r} does not stand for bytes; only tokenizers of bytes lose no text")
 
     @property
     def vocab_size(self) -> int:
@@ -99,7 +107,7 @@ class Tokenizer:
 
     @classmethod
     def pretrained(cls, name: str) -> "Tokenizer":
-        """A byte-level tokenizer.json: a file, a folder that holds one, or one of the hub.
+        """A tokenizer.json that can spell every byte: a file, a folder that holds one, or one of the hub.
 
         Raises:
             ValueError: there is none, or it would lose some text.
@@ -125,7 +133,8 @@ class Tokenizer:
         Raises:
             ValueError: it would lose some text, or no token ends documents.
         """
-        backend.normalizer = None  # so that every text comes back as it was
+        if not is_sentencepiece(backend):
+            backend.normalizer = None  # so that every text comes back as it was
         backend.no_padding()
         backend.no_truncation()
         around = template(backend)[0] or start or end, end
@@ -133,7 +142,7 @@ class Tokenizer:
             set_template(backend, *around)
         tokenizer = cls(backend)
         if any(tokenizer.decode(tokenizer.encode(probe)) != probe for probe in (PROBE, PROBE.strip())):
-            raise ValueError("it changes text; only byte-level tokenizers lose none")
+            raise ValueError("it changes text; only tokenizers of bytes lose none")
         return tokenizer
 
     @classmethod
@@ -176,7 +185,7 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """The tokenizer.json of the `tokenizers` library."""
-        return self.backend.to_str()
+        return self._json or self.backend.to_str()
 
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
@@ -201,17 +210,28 @@ class Tokenizer:
                 (they are named).
         """
         self._check(text)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self._encode(self.prefix + text) if text else []
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of any stretch of text."""
+        if self._space is None or SPACE not in text:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = []  # a ▁ of the text itself is spelled in bytes, or it would come back as a space
+        for number, part in enumerate(text.split(SPACE)):
+            ids += (self._space if number else []) + self._encode(part)
+        return ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text, (n,) each, on all cores.
+        """Ids of each stretch of text, (n,) each, on all cores. The `prefix` belongs before the first of a document.
 
         Raises:
             ValueError: as `encode`.
         """
         if self._table is None:
-            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-            return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+            found = [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+            if self._space is not None:
+                found = [self._encode(t) if SPACE in t else ids for t, ids in zip(texts, found, strict=True)]
+            return [np.asarray(ids, dtype=np.uint32) for ids in found]
         # One id a unit: looking them up at once is faster than any tokenizer.
         if self.characters is None:
             lengths, units = [len(text.encode()) for text in texts], np.frombuffer("".join(texts).encode(), np.uint8)
@@ -235,19 +255,21 @@ class Tokenizer:
         return np.array([self.token_bytes.index(bytes([byte])) for byte in range(256)])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; boundaries vanish, bytes that are not UTF-8 become U+FFFD.
+        """The text of ids from a text's start; boundaries vanish, bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             ValueError: an id is outside the vocabulary.
         """
-        return b"".join(map(self._bytes, ids)).decode("utf-8", "replace")
+        return b"".join(map(self._bytes, ids)).decode("utf-8", "replace").removeprefix(self.prefix)
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
         """The text of ids as they come, in whole characters; joined it equals `decode` of all."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder, prefix = codecs.getincrementaldecoder("utf-8")("replace"), self.prefix
         for i in ids:
             if text := decoder.decode(self._bytes(i)):
-                yield text
+                text, prefix = text.removeprefix(prefix), ""
+                if text:
+                    yield text
         if text := decoder.decode(b"", final=True):
             yield text
 

@@ -69,6 +69,7 @@ class Row:
         self.text, self.tokens, self.log_probs, self.finish = "", [], [], ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._shown = 0
+        self._prefix = "" if prompt else tokenizer.prefix
         self._longest = max(map(len, stop), default=1)
 
     def add(self, token: int, log_prob: float) -> None:
@@ -77,7 +78,10 @@ class Row:
         self.log_probs.append(log_prob)
         ended = token == self.tokenizer.boundary
         before = len(self.text)
-        self.text += self._decoder.decode(self.tokenizer.token_bytes[token], final=ended)
+        new = self._decoder.decode(self.tokenizer.token_bytes[token], final=ended)
+        if new:
+            new, self._prefix = new.removeprefix(self._prefix), ""
+        self.text += new
         if not self._cut(before) and ended:
             self.finish = "end"
 

@@ -160,7 +160,7 @@ def show_score(found: Continuation, tokenizer: Tokenizer, output: str) -> None:
         return
     for token, log_prob in zip(found.tokens, found.log_probs, strict=True):
         print(
-            f"{log_prob:9.4f}  {tokenizer.decode([token])!r}"
+            f"{log_prob:9.4f}  {tokenizer.token_bytes[token].decode('utf-8', 'replace')!r}"
             if token != tokenizer.boundary
             else f"{log_prob:9.4f}  end"
         )
