@@ -52,7 +52,7 @@ def run(config: ConvertConfig) -> None:
 def describe(config: ModelConfig, state: State) -> str:
     numbers = sum(state[name].numel() for name in shapes(config))
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in state.values()})
-    return f"{numbers:,} numbers in {', '.join(dtypes)}, {config.max_seq_len} tokens at most"
+    return f"{numbers:,} parameters in {', '.join(dtypes)}, {config.max_seq_len} tokens at most"
 
 
 def _documents(tokenizer: Tokenizer) -> str:

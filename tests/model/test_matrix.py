@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from minitransformer.model.config import KERNELS, KINDS, POSITIONS
 from tests.model.models import PACKED, make
 
-HEADS = [dict(n_heads=4), dict(n_heads=4, n_kv_heads=2, qk_norm=True), dict(n_heads=3, n_kv_heads=1, d_head=12)]
+HEADS = [
+    dict(n_heads=4), dict(n_heads=4, n_kv_heads=2, qk_norm=True, qk_gain=True), dict(n_heads=3, n_kv_heads=1, d_head=12)
+]  # fmt: skip
 SMALL = dict(window=3, global_tokens=1, block=2, random_blocks=1, stride=3, summary=1)
 MASKS = {
     "full": dict(pattern=["full"]),

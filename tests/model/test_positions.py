@@ -43,14 +43,16 @@ def test_a_fraction_of_each_head_is_turned():
     assert not torch.equal(turned[..., :8], x[..., :8])
 
 
-@pytest.mark.parametrize("scaling", ["linear", "yarn"])
+@pytest.mark.parametrize("scaling", ["linear", "yarn", "llama3"])
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_scaled_frequencies_equal_transformers(scaling, factor):
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {"rope_type": scaling, "factor": factor, "rope_theta": 10_000.0}
-    if scaling == "yarn":
+    if scaling == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if scaling != "linear":
         parameters["original_max_position_embeddings"] = 128
     theirs = LlamaConfig(
         hidden_size=256, num_attention_heads=4, max_position_embeddings=int(128 * factor), rope_parameters=parameters

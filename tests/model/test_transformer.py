@@ -160,7 +160,8 @@ def test_wrong_settings_are_named(settings, words):
     (dict(kernel="magic"), ["model.attention.kernel", "sdpa", "flex"]), (dict(kind="magic"), ["attention.kind", "elu"]),
     (dict(pattern=[]), ["attention.pattern is empty"]), (dict(pattern=["magic"]), ["attention.pattern", "bigbird"]),
     (dict(window=0), ["window=0"]), (dict(soft_cap=-1), ["soft_cap=-1"]),
-    (dict(summary=9, stride=4), ["summary=9", "stride=4"]),
+    (dict(summary=9, stride=4), ["summary=9", "stride=4"]), (dict(score_width=0), ["score_width=0"]),
+    (dict(qk_gain=True), ["qk_gain=true", "qk_norm=true"]),
 ], ids=str)  # fmt: skip
 def test_wrong_attention_is_named(settings, words):
     with pytest.raises(ValueError) as error:  # noqa: PT011
@@ -171,6 +172,8 @@ def test_wrong_attention_is_named(settings, words):
 @pytest.mark.parametrize(("settings", "words"), [
     (dict(scaling="magic"), ["rotary.scaling", "yarn"]), (dict(factor=2.0), ["factor=2.0", "scaling"]),
     (dict(fraction=0), ["fraction=0"]), (dict(base=0), ["base=0"]), (dict(scaling="ntk", factor=0.5), ["factor=0.5"]),
+    (dict(slow=2), ["rotary.slow and fast", "yarn"]), (dict(scaling="llama3", slow=5), ["slow=5", "fast=4"]),
+    (dict(scaling="llama3", factor=2.0, attention_factor=1.1), ["attention_factor=1.1", "scaling=yarn"]),
 ], ids=str)  # fmt: skip
 def test_wrong_rotary_settings_are_named(settings, words):
     with pytest.raises(ValueError) as error:  # noqa: PT011
@@ -185,6 +188,33 @@ def test_a_config_survives_plain_values_and_refuses_unknown_ones():
     assert ModelConfig.from_dict(asdict(config)) == config
     with pytest.raises(ValueError, match="shape_shift"):
         ModelConfig.from_dict(asdict(config) | {"shape_shift": 1})
+
+
+@pytest.mark.parametrize("kernel", ["reference", "sdpa", "flex"])
+def test_a_width_of_scores_scales_queries(kernel):
+    """Scores over sqrt(2) with d_head 8 are those of queries twice as large."""
+    narrow, plain = make(score_width=2.0, kernel=kernel), make(kernel=kernel)
+    tokens = torch.randint(50, (2, 12))
+    with torch.no_grad():
+        assert not torch.allclose(narrow(tokens), plain(tokens), atol=1e-3)
+        for block in plain.blocks:
+            block.attention.qkv.weight[:32] *= 2
+        torch.testing.assert_close(narrow(tokens), plain(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_zero_centred_norms_and_scaled_embeddings_by_plain_ones():
+    gemma, plain = make(norm="rmsnorm_zero", scale_embedding=True), make()
+    fresh = Transformer(ModelConfig(vocab_size=9, d_model=8, n_heads=2, norm="rmsnorm_zero"))
+    assert not fresh.norm.weight.any()  # a gain of one
+    state = {n: 1 + w if "norm" in n else w for n, w in gemma.state_dict().items()}
+    state["embedding.weight"] = state["embedding.weight"] * 32**0.5
+    plain.load_state_dict(state)
+    tokens = torch.randint(50, (2, 12))
+    torch.testing.assert_close(gemma(tokens), plain(tokens), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="sinusoidal scales embeddings already"):
+        ModelConfig(position="sinusoidal", scale_embedding=True)
+    with pytest.raises(ValueError, match="score_width=4"):
+        ModelConfig(attention=AttentionConfig(kind="elu", score_width=4))
 
 
 def test_logit_soft_cap_bounds_logits():
