@@ -49,7 +49,7 @@ EXAMPLES = {
   {command} optimizer=adamw optimizer.lr=1e-3            other settings
   {command} -m seed=1,2,3                                a sweep, one directory a job
   {command} name=mine resume=auto                        go on where run `mine` stopped
-  {command} init_from=runs/mine data=text data.files=[b.txt] lora.rank=8   fine-tune a model by adapters
+  {command} init_from=runs/mine lora.rank=8              fine-tune a model by adapters
   {command} --cfg job                                    print the composed config""",
     "generate": """\
   {command} prompt="def "                           from the newest run

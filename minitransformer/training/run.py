@@ -97,6 +97,8 @@ def train(
     run, saved = _resume(config, console)
     base, tokenizer = None, config.tokenizer
     if config.init_from is not None:
+        if not Path(config.init_from).exists():
+            raise ValueError(f"init_from={config.init_from} does not exist (looked in {Path.cwd()})")
         base, tokenizer = load(config.init_from, say=console.print)
         config = inherit(config, base.config, given)
 

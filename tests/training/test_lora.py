@@ -146,7 +146,7 @@ REFUSED = [
     (["model=small"], ["model cannot go with init_from=runs/small"]),
     (["tokenizer=char"], ["tokenizer cannot go with init_from"]),
     (["experiment=stdlib"], ["experiment cannot go with init_from"]),
-    (["init_from=runs/nothing"], ["runs/nothing", "does not exist"]),
+    (["init_from=runs/nothing"], ["init_from=runs/nothing does not exist"]),
     (["data.row_length=64"], ["data.row_length=64 is more than model.max_seq_len=32"]),
     (["lora.rank=2", "init_from=null"], ["lora.rank=2 needs init_from"]),
     (["lora.rank=2", "lora.targets=[head]"], ["lora.targets: head matches no linear layer", "blocks.*.attention.qkv"]),
