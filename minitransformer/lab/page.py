@@ -104,7 +104,7 @@ def exhibit(
     check_head(config, layer, head)
     if not prompt:
         raise ValueError("prompt is empty; give a text to look at, such as prompt='time flies like an arrow'")
-    ids = [tokenizer.boundary, *tokenizer.encode(prompt)]
+    ids = [tokenizer.start, *tokenizer.encode(prompt)]
     fitting(model, len(ids), max_new_tokens=1)
     check_size(config, len(ids), explain)
     tokens = torch.tensor(ids, device=model.embedding.weight.device)
@@ -166,7 +166,7 @@ def affordable(config: ModelConfig, n: int, explain: int) -> int:
 def measures(model: Transformer, tokenizer: Tokenizer, seen: look.Trace) -> dict:
     """Columns of the table of heads, (n_layers, H) each."""
     found = look.head_measures(seen.weights, seen.tokens)
-    noise = look.induction_on_noise(model, tokenizer.boundary, tokenizer.vocab_size)
+    noise = look.induction_on_noise(model, tokenizer.start, tokenizer.vocab_size)
     return {name: packed(x) for name, x in found.items()} | ({} if noise is None else {"noise": packed(noise)})
 
 
