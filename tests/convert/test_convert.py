@@ -431,15 +431,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_folders_are_refused_in_one_line(command, folder, tmp_path, case):
+def test_wrong_folders_are_refused_in_one_line(folder, tmp_path, capsys, case):
     change, words = WRONG[case]
     change(folder)
-    result = command("convert", f"from={folder}", "to=out")
-    assert result.code == 1
-    assert len(result.err.splitlines()) == 1, result.err
+    capsys.readouterr()
+    with pytest.raises(ConvertError) as caught:
+        convert(folder, tmp_path / "out")
+    assert len(str(caught.value).splitlines()) == 1
     for word in words:
-        assert word in result.err
-    assert "ran" not in result.out
+        assert word in str(caught.value)
+    assert "ran" not in capsys.readouterr().out
     assert not [p for p in tmp_path.iterdir() if "out" in p.name]
 
 
