@@ -6,6 +6,7 @@
       model.safetensors    the newest weights, with the model's config and tokenizer in the header
       best.safetensors     those with the lowest validation loss
       checkpoints/         the whole training state, step-00000200.ckpt and so on
+      metrics.jsonl        what was logged, an object a line: step, tokens (targets trained on so far), metrics
       samples.txt          text sampled while the model trained
 
 Both kinds of model file are self-contained, and neither can run code: safetensors holds numbers and strings,
@@ -14,7 +15,9 @@ checkpoints are read with `weights_only=True`.
 
 import errno
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -31,6 +34,8 @@ from minitransformer.model.transformer import Transformer
 
 MODEL_FILE = "model.safetensors"
 BEST_FILE = "best.safetensors"
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.txt"
 HEADER = "minitransformer"  # the key under which both kinds of file describe the model
 
 
@@ -188,6 +193,63 @@ def newest_readable(run: Path, say: Callable[[str], None]) -> tuple[Path, dict] 
     if found:
         raise CheckpointError(f"{run / 'checkpoints'} holds no checkpoint that can be read")
     return None
+
+
+# What was logged -------------------------------------------------------------------------------------------------
+
+
+def add_metrics(run: Path, step: int, metrics: dict[str, float]) -> None:
+    """Append a line to the metrics; numbers that are not finite become null, as JSON knows none."""
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    with open(run / METRICS_FILE, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+
+
+def read_metrics(run: Path) -> list[dict[str, float | None]]:
+    """The logged moments of a run, in order; training and validation log the same step apart. Empty without any."""
+    path = run / METRICS_FILE
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]  # a kill may leave half a line
+
+
+def add_sample(run: Path, step: int, text: str) -> None:
+    """Append a sample, indented so that no text can be taken for the line that names the step."""
+    with open(run / SAMPLES_FILE, "a", encoding="utf-8", newline="\n") as file:
+        file.write(f"--- step {step} ---\n    " + text.replace("\n", "\n    ") + "\n")
+
+
+def read_samples(run: Path) -> list[tuple[int, str]]:
+    """(step, text) of each sample, in order. Empty without any."""
+    path = run / SAMPLES_FILE
+    written = path.read_bytes().decode("utf-8", errors="replace") if path.exists() else ""
+    parts = re.split(r"^--- step (\d+) ---\n", written, flags=re.M)
+    texts = ("\n".join(line[4:] for line in part.removesuffix("\n").split("\n")) for part in parts[2::2])
+    return [(int(step), text) for step, text in zip(parts[1::2], texts, strict=True)]
+
+
+def rewind(run: Path, step: int) -> None:
+    """Cut off what was logged after `step`, half a line that a kill left included: the run goes on from there."""
+    for name, step_of in ((METRICS_FILE, _step_of_metrics), (SAMPLES_FILE, _step_of_sample)):
+        if not (run / name).exists():
+            continue
+        kept = 0
+        with open(run / name, "rb") as file:
+            for line in file:
+                if step_of(line) > step:
+                    break
+                kept += len(line)
+        os.truncate(run / name, kept)
+
+
+def _step_of_metrics(line: bytes) -> float:
+    return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+
+
+def _step_of_sample(line: bytes) -> float:
+    if line.startswith(b"    "):
+        return 0  # text belongs to the step named before
+    found = re.fullmatch(rb"--- step (\d+) ---\n", line)
+    return int(found[1]) if found else math.inf
 
 
 # Runs ------------------------------------------------------------------------------------------------------------

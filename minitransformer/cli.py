@@ -36,7 +36,6 @@ SCHEMAS = {
     "schedule_wsd": training.WSDConfig,
     "schedule_cosine": training.CosineConfig,
     "logger_none": training.LoggerConfig,
-    "logger_csv": training.CSVConfig,
     "logger_wandb": training.WandbConfig,
 }
 

@@ -14,7 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from minitransformer.checkpoint import BEST_FILE, MODEL_FILE, atomic_write, checkpoint_path, checkpoints, save_model
+from minitransformer.checkpoint import (
+    BEST_FILE,
+    MODEL_FILE,
+    add_sample,
+    atomic_write,
+    checkpoint_path,
+    checkpoints,
+    save_model,
+)
 from minitransformer.data.datamodule import TextData
 from minitransformer.generation.generate import fitting, stream
 from minitransformer.model.transformer import Transformer
@@ -48,12 +56,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class RunDirectory(pl.Callback):
-    """Before anything else happens, one rank makes the run directory and its logger, and tells the others where it is.
+    """Before anything else happens, one rank makes the run directory and its loggers, and tells the others where it is.
 
-    make: gives the directory. begin: (run) -> the logger, once the directory is there.
+    make: gives the directory. begin: (run) -> the loggers, once the directory is there.
     """
 
-    def __init__(self, make: Callable[[], Path], begin: Callable[[Path], Logger | None]):
+    def __init__(self, make: Callable[[], Path], begin: Callable[[Path], list[Logger]]):
         self.make, self.begin = make, begin
         self.path: Path | None = None
 
@@ -62,8 +70,7 @@ class RunDirectory(pl.Callback):
             return
         path = self.make() if trainer.is_global_zero else None
         self.path = trainer.strategy.broadcast(path)
-        logger = self.begin(self.path) if trainer.is_global_zero else None
-        trainer.loggers = [] if logger is None else [logger]
+        trainer.loggers = self.begin(self.path) if trainer.is_global_zero else []
 
 
 class MovingAverage(EMAWeightAveraging):
@@ -207,17 +214,16 @@ class Sampler(pl.Callback):
         if trainer.is_global_zero:
             with module.paused():
                 assert self.directory.path is not None
-                self.show(module, step, self.directory.path / "samples.txt")
+                self.show(module, step, self.directory.path)
 
-    def show(self, module: LanguageModel, step: int, path: Path) -> None:
+    def show(self, module: LanguageModel, step: int, run: Path) -> None:
         config, model = self.config, module.model
         model.eval()
         sampling = dict(temperature=config.sample_temperature, seed=0)
         text = "".join(stream(model, module.tokenizer, self.prompt, self.n_new, **sampling))
         model.train()
         text = self.prompt + text
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"--- step {step} ---\n{text}\n")
+        add_sample(run, step, text)
         self.console.print(Text(f"sample after step {step}", style="bold"))
         self.console.print(Text("\n".join("  │ " + printable(line) for line in text.split("\n")), style="cyan"))
 

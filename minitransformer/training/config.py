@@ -237,12 +237,7 @@ class TrainerConfig:
 
 @dataclass
 class LoggerConfig:
-    """No metrics beyond the terminal (`logger=none`), and the base of the others."""
-
-
-@dataclass
-class CSVConfig(LoggerConfig):
-    """Metrics in `RUN/csv/version_N/metrics.csv`."""
+    """Metrics in `RUN/metrics.jsonl` alone (`logger=none`), and the base of the others, which add to it."""
 
 
 @dataclass

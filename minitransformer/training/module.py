@@ -151,7 +151,6 @@ class LanguageModel(pl.LightningModule):
             "speed/tokens_per_s": tokens_per_s,
             "speed/step_ms": 1000 * spent / window["steps"],
             "speed/peak_memory_gb": self.peak_memory() / 1e9,
-            "data/tokens": float(self.tokens_seen),
         }
         if peak := self.peak_flops():
             flops = flops_per_token(self.model.config, training=True) * tokens_per_s
@@ -175,8 +174,9 @@ class LanguageModel(pl.LightningModule):
         return get_available_flops(self.device, dtype)
 
     def log_now(self, metrics: dict[str, float], step: int) -> None:
-        """Hand metrics to the logger at once (`self.log` costs time in every step)."""
+        """Hand metrics and the tokens so far to the loggers at once (`self.log` costs time in every step)."""
         self.metrics.update(metrics)
+        metrics = {"tokens": self.tokens_seen, **metrics}
         for logger in self.loggers:
             logger.log_metrics(metrics, step=step)
 

@@ -1,9 +1,7 @@
 """What train.py does, from the typed config to the finished run directory."""
 
-import contextlib
 import json
 import logging
-import os
 import platform
 import shlex
 import sys
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
@@ -33,6 +31,7 @@ from minitransformer.checkpoint import (
     newest_readable,
     point_latest,
     read_checkpoint,
+    rewind,
 )
 from minitransformer.data.datamodule import TextData
 from minitransformer.device import choose_device, choose_precision
@@ -51,7 +50,8 @@ from minitransformer.training.callbacks import (
     RunDirectory,
     Sampler,
 )
-from minitransformer.training.config import CSVConfig, MuonConfig, RangeConfig, TrainConfig, WandbConfig, time_name
+from minitransformer.training.config import MuonConfig, RangeConfig, TrainConfig, time_name
+from minitransformer.training.logging import close, make_loggers
 from minitransformer.training.module import LanguageModel
 
 
@@ -81,7 +81,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
     data = TextData(config.data, config.tokenizer, config.model.max_seq_len, config.seed)
     data.prepare(console)
     model_config = _with_vocabulary(config.model, data.tokenizer.vocab_size)
-    checkpoint = None
+    checkpoint, step = None, 0
     if saved is not None:
         _check_same(saved, describe(model_config, data.tokenizer), run)
         step = saved["global_step"]
@@ -101,16 +101,17 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         find_batch_size(module, device, precision, data.row_length, console)
         return None
 
-    def begin(run: Path) -> Logger | None:
+    def begin(run: Path) -> list[Logger]:
         if checkpoint is None:
             with atomic_write(run / "config.yaml") as file:
                 file.write(OmegaConf.to_yaml(asdict(config)).encode())
             with atomic_write(run / "tokenizer.json") as file:
                 file.write(data.tokenizer.to_json().encode())
+        rewind(run, step)
         point_latest(run, Path(config.runs_dir))
-        logger, line = make_logger(config, run)
+        loggers, line = make_loggers(config, run)
         summary(console, config, run, model_config, data, device, precision, line)
-        return logger
+        return loggers
 
     directory = RunDirectory(lambda: run or _new_directory(config, sweep_dir), begin)
     trainer = pl.Trainer(
@@ -143,7 +144,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         console.print(f"go on with: {command} resume={shlex.quote(str(directory.path))}", style="bold")
         raise
     finally:
-        _finish(trainer.loggers)
+        close(trainer.loggers)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     _closing(console, directory.path, module, time.perf_counter() - start)
@@ -249,52 +250,6 @@ def _check_same(saved: dict, now: dict, run: Path) -> None:
             raise ValueError(f"cannot resume {run}: it was trained with model.{name}={old.get(name)}, not {new[name]}")
     if saved[HEADER]["tokenizer"] != now["tokenizer"]:
         raise ValueError(f"cannot resume {run}: it was trained with another tokenizer or other text")
-
-
-def make_logger(config: TrainConfig, run: Path) -> tuple[Logger | None, str]:
-    """The Lightning logger, and a line that says where metrics go."""
-    if isinstance(config.logger, CSVConfig):
-        logger = CSVLogger(run, name="csv")
-        return logger, f"csv in {logger.log_dir}"
-    if not isinstance(config.logger, WandbConfig):
-        return None, "none"
-    import wandb
-    from lightning.pytorch.loggers import WandbLogger
-
-    mode = config.logger.mode
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
-    name = run.name if config.name is None or run.name == config.name else f"{config.name}-{run.name}"
-    settings = dict(
-        name=name,
-        id=name,
-        resume="allow",
-        project=config.logger.project,
-        entity=config.logger.entity,
-        tags=config.logger.tags,
-        dir=run.absolute(),
-        config=asdict(config),
-        settings=wandb.Settings(silent=True, console="off", init_timeout=30),
-    )
-    try:
-        experiment, why = wandb.init(mode=mode, **settings), ""
-    except (wandb.errors.CommError, wandb.errors.UsageError) as error:
-        mode, why = "offline", f" ({str(error).splitlines()[0]})"
-        experiment = wandb.init(mode=mode, **settings)
-    experiment.define_metric("trainer/global_step")
-    experiment.define_metric("*", step_metric="trainer/global_step")
-    lines = {
-        "online": f"wandb online: {experiment.url if mode == 'online' else ''}",
-        "offline": f"wandb offline{why}; upload with: wandb sync {shlex.quote(str(run))}/wandb/offline-run-*",
-    }
-    return WandbLogger(experiment=experiment), lines.get(mode, f"wandb {mode}")
-
-
-def _finish(loggers: list[Logger]) -> None:
-    for logger in loggers:
-        if hasattr(logger.experiment, "finish"):
-            with contextlib.suppress(Exception):  # the run itself is saved; its upload may fail
-                logger.experiment.finish()
 
 
 def summary(console, config, run, model_config, data, device, precision, logging_line) -> None:
