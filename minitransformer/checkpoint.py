@@ -8,6 +8,7 @@
       checkpoints/         the whole training state, step-00000200.ckpt and so on
       metrics.jsonl        what was logged, an object a line: step, tokens (targets trained on so far), metrics
       samples.txt          text sampled while the model trained
+      attention/           pictures of attention weights at those steps
 
 Both kinds of model file are self-contained, and neither can run code: safetensors holds numbers and strings,
 checkpoints are read with `weights_only=True`.
@@ -36,6 +37,7 @@ MODEL_FILE = "model.safetensors"
 BEST_FILE = "best.safetensors"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.txt"
+REPORT_FILE = "report.html"
 HEADER = "minitransformer"  # the key under which both kinds of file describe the model
 
 
@@ -154,6 +156,12 @@ def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tenso
         raise CheckpointError(f"{path} cannot be read as safetensors ({error})") from None
 
 
+def same_weights(one: Path, other: Path) -> bool:
+    """Do two model files hold equal weights? (The order of entries in a header is left to chance.)"""
+    (_, a), (_, b) = _read_safetensors(one), _read_safetensors(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def read_checkpoint(path: Path) -> dict:
     """The plain values and tensors of a training checkpoint, on the CPU.
 
@@ -227,6 +235,24 @@ def read_samples(run: Path) -> list[tuple[int, str]]:
     return [(int(step), text) for step, text in zip(parts[1::2], texts, strict=True)]
 
 
+def add_attention(run: Path, step: int, png: bytes) -> None:
+    with atomic_write(_attention_path(run, step)) as file:
+        file.write(png)
+
+
+def read_attention(run: Path) -> list[tuple[int, bytes]]:
+    """(step, PNG file) of each picture of attention weights, in order. Empty without any."""
+    return [(int(path.stem.removeprefix("step-")), path.read_bytes()) for path in _attention(run)]
+
+
+def _attention(run: Path) -> list[Path]:
+    return sorted((run / "attention").glob("step-*.png"))
+
+
+def _attention_path(run: Path, step: int) -> Path:
+    return run / "attention" / f"step-{step:08d}.png"
+
+
 def rewind(run: Path, step: int) -> None:
     """Cut off what was logged after `step`, half a line that a kill left included: the run goes on from there."""
     for name, step_of in ((METRICS_FILE, _step_of_metrics), (SAMPLES_FILE, _step_of_sample)):
@@ -239,6 +265,9 @@ def rewind(run: Path, step: int) -> None:
                     break
                 kept += len(line)
         os.truncate(run / name, kept)
+    for path in _attention(run):
+        if path > _attention_path(run, step):
+            path.unlink()
 
 
 def _step_of_metrics(line: bytes) -> float:

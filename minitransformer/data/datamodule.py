@@ -74,6 +74,11 @@ class TextData(pl.LightningDataModule):
         rows = self.validation_rows if self.steps is None else self.steps.rows(0)[0]
         return float(rows.length.sum() / (len(rows) * self.row_length))
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the text and of the tokenizer: equal ones hold the same."""
+        return {"data": self.fingerprint, "tokenizer": self.tokenizer.fingerprint}
+
     def state_dict(self) -> dict:
         """What the order of rows depends on beside the step, which the trainer counts."""
         return {

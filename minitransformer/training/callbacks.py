@@ -17,7 +17,6 @@ from rich.text import Text
 from minitransformer.checkpoint import (
     BEST_FILE,
     MODEL_FILE,
-    add_sample,
     atomic_write,
     checkpoint_path,
     checkpoints,
@@ -28,8 +27,10 @@ from minitransformer.generation.generate import fitting, stream
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import TrainConfig
 from minitransformer.training.module import LanguageModel
+from minitransformer.training.pictures import attention_picture
 
 HELD_OUT_TOKENS = 24  # of validation text, as the prompt of samples
+PICTURED_TOKENS = 48  # of validation text, in pictures of attention
 
 
 class Interrupted(Exception):
@@ -193,12 +194,13 @@ class Checkpointer(pl.Callback):
 
 
 class Sampler(pl.Callback):
-    """Show and keep text from the model as it improves, after a prompt of one's own or the start of held-out text."""
+    """Show and keep text from the model as it improves, after a prompt of one's own or the start of held-out text.
 
-    def __init__(
-        self, directory: RunDirectory, config: TrainConfig, console: Console, model: Transformer, data: TextData
-    ):
-        self.directory, self.config, self.console = directory, config.callbacks, console
+    A picture of its attention over the first held-out tokens is kept beside, where attention has weights (softmax).
+    """
+
+    def __init__(self, config: TrainConfig, console: Console, model: Transformer, data: TextData):
+        self.config, self.console = config.callbacks, console
         held_out = data.held_out_text(min(HELD_OUT_TOKENS, data.row_length // 4))
         self.prompt = held_out if self.config.sample_prompt is None else self.config.sample_prompt
         try:
@@ -206,6 +208,8 @@ class Sampler(pl.Callback):
         except ValueError as error:
             raise ValueError(f"callbacks.sample_prompt: {error}") from None
         self.n_new = min(self.config.sample_tokens, room)
+        tokenizer, length = data.tokenizer, min(PICTURED_TOKENS, data.row_length)
+        self.pictured = [tokenizer.boundary, *tokenizer.encode(data.held_out_text(length))][:length]
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, outputs, batch, batch_idx: int) -> None:
         step = trainer.global_step
@@ -213,19 +217,32 @@ class Sampler(pl.Callback):
             return
         if trainer.is_global_zero:
             with module.paused():
-                assert self.directory.path is not None
-                self.show(module, step, self.directory.path)
+                module.model.eval()
+                text = self.sample(module, step)
+                png = self.picture(module.model)
+                module.model.train()
+                for logger in trainer.loggers:
+                    logger.log_sample(text, step)
+                    if png is not None:
+                        logger.log_attention(png, step)
 
-    def show(self, module: LanguageModel, step: int, run: Path) -> None:
+    def sample(self, module: LanguageModel, step: int) -> str:
         config, model = self.config, module.model
-        model.eval()
         sampling = dict(temperature=config.sample_temperature, seed=0)
         text = "".join(stream(model, module.tokenizer, self.prompt, self.n_new, **sampling))
-        model.train()
         text = self.prompt + text
-        add_sample(run, step, text)
         self.console.print(Text(f"sample after step {step}", style="bold"))
         self.console.print(Text("\n".join("  │ " + printable(line) for line in text.split("\n")), style="cyan"))
+        return text
+
+    @torch.no_grad()
+    def picture(self, model: Transformer) -> bytes | None:
+        if model.config.attention.kind != "softmax":
+            return None
+        tokens = torch.tensor([self.pictured], device=model.embedding.weight.device)
+        with torch.compiler.set_stance("force_eager"):
+            _, weights = model(tokens, return_attention=True)
+        return attention_picture(weights)
 
 
 class RateFinder(pl.Callback):

@@ -242,12 +242,17 @@ class LoggerConfig:
 
 @dataclass
 class WandbConfig(LoggerConfig):
-    """Weights & Biases. mode: auto (online with a key, else offline) | online | offline | disabled."""
+    """Weights & Biases.
+
+    mode: auto (online with a key, else offline) | online | offline | disabled.
+    log_model: upload the model at the end, as an artifact with the aliases latest and best.
+    """
 
     project: str = "minitransformer"
     entity: str | None = None
     mode: str = "auto"
     tags: list[str] = field(default_factory=list)
+    log_model: bool = True
 
     def __post_init__(self) -> None:
         choose("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
@@ -258,7 +263,7 @@ class CallbacksConfig:
     """What happens beside training, counted in steps; 0 turns a thing off.
 
     checkpoint_every, keep_checkpoints: write the whole state that often (always at the end) and keep the newest.
-    sample_every, sample_tokens, sample_temperature: text shown as the model improves.
+    sample_every, sample_tokens, sample_temperature: text shown as the model improves, and a picture of its attention.
     sample_prompt: what it continues (None: the first words of the held-out text; empty: starts a document).
     progress: the progress bar (in a terminal) or progress lines (elsewhere).
     ema: decay of an exponential moving average of the weights, which is then what is validated and kept as the model

@@ -4,6 +4,8 @@ import json
 import logging
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 import warnings
@@ -12,13 +14,13 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.text import Text
 
+from minitransformer import __version__
 from minitransformer.checkpoint import (
     BEST_FILE,
     HEADER,
@@ -51,7 +53,7 @@ from minitransformer.training.callbacks import (
     Sampler,
 )
 from minitransformer.training.config import MuonConfig, RangeConfig, TrainConfig, time_name
-from minitransformer.training.logging import close, make_loggers
+from minitransformer.training.logging import RunLogger, make_loggers
 from minitransformer.training.module import LanguageModel
 
 
@@ -94,14 +96,15 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
 
     pl.seed_everything(config.seed, verbose=False)
     model = Transformer(model_config)
-    module = LanguageModel(model, data.tokenizer, config, data.validation.n_bytes)
+    n_rows = None if data.steps is None else data.steps.n_rows
+    module = LanguageModel(model, data.tokenizer, config, data.validation.n_bytes, n_rows)
     module.configure_optimizers()  # refuses a wrong pattern before work
 
     if config.trainer.find_batch:
         find_batch_size(module, device, precision, data.row_length, console)
         return None
 
-    def begin(run: Path) -> list[Logger]:
+    def begin(run: Path) -> list[RunLogger]:
         if checkpoint is None:
             with atomic_write(run / "config.yaml") as file:
                 file.write(OmegaConf.to_yaml(asdict(config)).encode())
@@ -109,7 +112,8 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
                 file.write(data.tokenizer.to_json().encode())
         rewind(run, step)
         point_latest(run, Path(config.runs_dir))
-        loggers, line = make_loggers(config, run)
+        about = {"code": code_version(), "fingerprints": data.fingerprints, "parameters": parameter_count(model_config)}
+        loggers, line = make_loggers(config, run, about, console)
         summary(console, config, run, model_config, data, device, precision, line)
         return loggers
 
@@ -134,17 +138,22 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         use_distributed_sampler=False,
         default_root_dir=config.runs_dir,
     )
-    start = time.perf_counter()
+    start, code = time.perf_counter(), 1
     try:
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
         if config.trainer.max_steps % config.trainer.val_every:
             trainer.validate(module, data, verbose=False)
+        for logger in trainer.loggers:
+            logger.log_results()
+        code = 0
     except Interrupted as stopped:
+        code = stopped.code
         console.print(f"\n{stopped}; everything is in {directory.path}")
         console.print(f"go on with: {command} resume={shlex.quote(str(directory.path))}", style="bold")
         raise
     finally:
-        close(trainer.loggers)
+        for logger in trainer.loggers:
+            logger.close(code)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     _closing(console, directory.path, module, time.perf_counter() - start)
@@ -172,6 +181,17 @@ def _strategy(config: TrainConfig) -> str | Strategy:
     return "auto"
 
 
+def code_version() -> str:
+    """The git commit of this code, with -dirty behind it where files were changed; elsewhere the package's version."""
+    root = Path(__file__).parents[2]
+    if (root / ".git").exists() and shutil.which("git"):
+        describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        found = subprocess.run(describe, capture_output=True, text=True)
+        if found.returncode == 0:
+            return found.stdout.strip()
+    return __version__
+
+
 def _new_directory(config: TrainConfig, sweep_dir: Path | None) -> Path:
     if sweep_dir is None:
         return new_run(Path(config.runs_dir), config.name or time_name())
@@ -187,7 +207,7 @@ def make_callbacks(
     callbacks: list[pl.Callback] = [directory]
     if config.callbacks.progress:
         callbacks.append(Bar(console, config.trainer.log_every))
-    sampler = Sampler(directory, config, console, model, data)  # refuses a wrong prompt before work
+    sampler = Sampler(config, console, model, data)  # refuses a wrong prompt before work
     if config.callbacks.sample_every:
         callbacks.append(sampler)
     if isinstance(config.schedule, RangeConfig):
