@@ -309,6 +309,20 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " * 4 if c == "\t" else ascii(c)[1:-1] for c in text)
 
 
+def progress_line(metrics: dict[str, float], room: float = float("inf")) -> str:
+    """The newest loss, bits per byte of the last validation, speed: as many of them as have room, in characters."""
+    shown = {
+        "train/loss": "loss {:.3f}",
+        "val/bits_per_byte": "{:.3f} bits/byte",
+        "speed/tokens_per_s": "{:,.0f} tokens/s",
+        "speed/mfu": "MFU {:.0%}",
+    }
+    parts = [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
+    while len("  ".join(parts)) > room:
+        parts.pop()
+    return "  ".join(parts)
+
+
 class Bar(pl.Callback):
     """A progress bar in a terminal, progress lines elsewhere."""
 
@@ -318,30 +332,31 @@ class Bar(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.first = trainer.global_step
-        if not self.console.is_terminal or not trainer.is_global_zero:
+        if not self.console.is_interactive or not trainer.is_global_zero:
             return
         self.bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[line]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
             console=self.console,
             refresh_per_second=2,
         )
-        self.task = self.bar.add_task("", total=trainer.max_steps, completed=trainer.global_step, loss="")
+        self.task = self.bar.add_task("", total=trainer.max_steps, completed=trainer.global_step, line="")
         self.bar.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, outputs, batch, batch_idx: int) -> None:
         step = trainer.global_step
         fresh = step % self.log_every == 0 or step == trainer.max_steps
-        line = "loss {train/loss:.3f}  {speed/tokens_per_s:,.0f} tokens/s".format_map(module.metrics) if fresh else ""
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, **({"loss": line} if fresh else {}))
+            room = self.console.width - 2 * len(str(trainer.max_steps)) - 26  # beside the other columns
+            line = {"line": progress_line(module.metrics, room)} if fresh else {}
+            self.bar.update(self.task, completed=step, **line)
         elif fresh and trainer.is_global_zero:
             left = module.seconds / (step - self.first) * (trainer.max_steps - step)
-            self.console.print(f"step {step}/{trainer.max_steps}  {line}  {left:,.0f} s left")
+            self.console.print(f"step {step}/{trainer.max_steps}  {progress_line(module.metrics)}  {left:,.0f} s left")
 
     def on_validation_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         if trainer.is_global_zero:

@@ -240,6 +240,9 @@ class LoggerConfig:
     """Metrics in `RUN/metrics.jsonl` alone (`logger=none`), and the base of the others, which add to it."""
 
 
+WANDB_MODES = ("online", "offline", "disabled")
+
+
 @dataclass
 class WandbConfig(LoggerConfig):
     """Weights & Biases.
@@ -255,7 +258,7 @@ class WandbConfig(LoggerConfig):
     log_model: bool = True
 
     def __post_init__(self) -> None:
-        choose("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
+        choose("logger.mode", self.mode, ("auto", *WANDB_MODES))
 
 
 @dataclass

@@ -6,11 +6,16 @@ W&B is fed again from the run directory when a run goes on, so that its steps ha
 import os
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
+from PIL import Image
 from rich.console import Console
 
 from minitransformer.checkpoint import (
@@ -26,7 +31,8 @@ from minitransformer.checkpoint import (
     read_samples,
     same_weights,
 )
-from minitransformer.training.config import TrainConfig, WandbConfig
+from minitransformer.model.config import choose
+from minitransformer.training.config import WANDB_MODES, TrainConfig, WandbConfig
 
 FINISH_SECONDS = 300  # to wait for the last uploads
 
@@ -76,10 +82,10 @@ class WandbRun(RunLogger):
     """A run of W&B whose step is the optimizer step.
 
     W&B keeps what it has of a step and cannot be turned back. So what it lacks is first given to it from the run
-    directory, and what it has already (a run that was stopped after its last checkpoint makes the same steps again)
+    directory, and what it has already (a run that was killed after its last checkpoint makes the same steps again)
     is left out.
 
-    If W&B itself fails, training goes on: the run directory has everything, and `resume` or the next run sends it.
+    A thread of its own talks to W&B: some calls wait for the network, and what fails there must not stop the training.
     """
 
     def __init__(self, experiment: Any, run: Path, console: Console, log_model: bool):
@@ -87,60 +93,74 @@ class WandbRun(RunLogger):
         import wandb
 
         self.wandb, self.experiment, self.run, self.console, self.log_model = wandb, experiment, run, console, log_model
-        self.first = experiment.step  # that W&B lacks
+        self.first = experiment.starting_step  # that W&B lacks
         self.samples = wandb.Table(columns=["step", "text"], log_mode="INCREMENTAL")
-        self.failed = False
-        again = [(moment.pop("step"), self.log_metrics, (moment,)) for moment in read_metrics(run)]
-        again += [(step, self.log_sample, (text,)) for step, text in read_samples(run)]
-        again += [(step, self.log_attention, (png,)) for step, png in read_attention(run)]
+        self.failed = False  # said so already
+        self.calls: Queue[Callable[[], None] | None] = Queue()
+        self.thread = Thread(target=self._work, daemon=True)
+        self.thread.start()
+        again = [(moment.pop("step"), self.log_metrics, moment) for moment in read_metrics(run)]
+        again += [(step, self.log_sample, text) for step, text in read_samples(run)]
+        again += [(step, self.log_attention, png) for step, png in read_attention(run)]
         for step, log, what in sorted(again, key=lambda entry: entry[0]):
-            log(*what, step=step)
+            log(what, step)
 
-    def _log(self, what: dict[str, Any], step: int) -> None:
-        if step >= self.first and not self.failed:
+    def _work(self) -> None:
+        for call in iter(self.calls.get, None):
             try:
-                self.experiment.log(what, step=step)
-            except Exception as error:  # whatever it is, it must not end the training
+                call()
+            except Exception as error:  # whatever it is
+                if not self.failed:
+                    self.console.print(f"wandb: {one_line(error)}; {METRICS_FILE} has everything")
                 self.failed = True
-                self.console.print(f"wandb failed ({_line(error)}); metrics go on in {self.run / METRICS_FILE}")
+
+    def _log(self, make: Callable[[], dict[str, Any]], step: int) -> None:
+        if step >= self.first:
+            self.calls.put(lambda: self.experiment.log(make(), step=step))
 
     def log_metrics(self, metrics: dict[str, float | None], step: int) -> None:
-        self._log({name: float("nan") if value is None else value for name, value in metrics.items()}, step)
+        self._log(lambda: {name: float("nan") if value is None else value for name, value in metrics.items()}, step)
 
     def log_sample(self, text: str, step: int) -> None:
-        if step >= self.first:
+        def grown() -> dict[str, Any]:
             self.samples.add_data(step, text)
-            self._log({"samples": self.samples}, step)
+            return {"samples": self.samples}
+
+        self._log(grown, step)
 
     def log_attention(self, png: bytes, step: int) -> None:
-        from io import BytesIO
-
-        from PIL import Image
-
-        self._log({"attention": self.wandb.Image(Image.open(BytesIO(png)))}, step)
+        self._log(lambda: {"attention": self.wandb.Image(Image.open(BytesIO(png)))}, step)
 
     def log_results(self) -> None:
         """The model as an artifact, `latest` and `best`, and the report. Offline they are named, not copied."""
         newest, best, report = (self.run / name for name in (MODEL_FILE, BEST_FILE, REPORT_FILE))
-        files = []
         if self.log_model:
-            same = not best.exists() or same_weights(newest, best)
-            files = [(newest, ["latest", "best"])] if same else [(best, ["best"]), (newest, ["latest"])]
-        for path, aliases in files:
-            self._artifact("model", path, MODEL_FILE, aliases)
+            both = not best.exists() or same_weights(newest, best)
+            if not both:
+                self._log_file("model", best, MODEL_FILE, ["best"])
+            self._log_file("model", newest, MODEL_FILE, ["latest", "best"] if both else ["latest"])
         if report.exists():
-            self._artifact("report", report, REPORT_FILE, ["latest"])
+            self._log_file("report", report, REPORT_FILE, ["latest"])
 
-    def _artifact(self, kind: str, path: Path, name: str, aliases: list[str]) -> None:
-        artifact = self.wandb.Artifact(f"{kind}-{self.experiment.id}", type=kind)
-        artifact.add_file(str(path.absolute()), name=name, policy="immutable")  # no copy
-        self.experiment.log_artifact(artifact, aliases=aliases)
+    def _log_file(self, kind: str, path: Path, name: str, aliases: list[str]) -> None:
+        def log() -> None:
+            artifact = self.wandb.Artifact(f"{kind}-{self.experiment.id}", type=kind)
+            artifact.add_file(str(path.absolute()), name=name, policy="immutable")  # no copy
+            self.experiment.log_artifact(artifact, aliases=aliases)
+
+        self.calls.put(log)
 
     def close(self, code: int) -> None:
-        try:
-            self.experiment.finish(exit_code=code)
-        except Exception as error:  # the run itself is saved
-            self.console.print(f"wandb could not upload everything ({_line(error)}); {upload_hint(self.run)}")
+        self.calls.put(lambda: self.experiment.finish(exit_code=code))
+        self.calls.put(None)
+        self.thread.join(5)
+        if self.thread.is_alive():
+            self.console.print(f"waiting for wandb to upload, at most {FINISH_SECONDS} s")
+            self.thread.join(FINISH_SECONDS)
+        if self.thread.is_alive():
+            self.failed = True
+            sync = f"wandb sync --include-online {shlex.quote(str(self.run))}/wandb/latest-run"
+            self.console.print(f"wandb cannot be reached; nothing is lost: upload the rest with: {sync}")
 
 
 def make_loggers(config: TrainConfig, run: Path, about: dict, console: Console) -> tuple[list[RunLogger], str]:
@@ -159,6 +179,7 @@ def make_wandb(config: TrainConfig, run: Path, about: dict, console: Console) ->
     mode = config.logger.mode
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+        choose("WANDB_MODE", mode, WANDB_MODES)
     before = sorted((run / "wandb").glob("*run-*-*"), key=lambda path: path.name.removeprefix("offline-"))
     settings = dict(
         name=run.name if config.name is None or run.name == config.name else f"{config.name}-{run.name}",
@@ -176,25 +197,22 @@ def make_wandb(config: TrainConfig, run: Path, about: dict, console: Console) ->
     if mode == "online":
         try:
             experiment = wandb.init(mode=mode, resume="allow" if before else None, **settings)
-        except (wandb.errors.CommError, wandb.errors.UsageError) as error:
-            mode, why = "offline", f" ({_line(error)})"
+        except wandb.errors.Error as error:
+            mode, why = "offline", f" ({one_line(error)})"
     if mode != "online":
         experiment = wandb.init(mode=mode, **settings)
-    if mode == "offline":
-        # The new file begins with all that was logged before. Uploaded too, the old ones would undo each other.
+    logger = WandbRun(experiment, run, console, config.logger.log_model)
+    if mode in ("online", "offline"):
+        # The new one begins with all that was logged before. Uploaded too, the old ones would undo each other.
         for path in before:
             if path.name.startswith("offline-"):
                 shutil.rmtree(path)
     lines = {
         "online": f"wandb online: {experiment.url if mode == 'online' else ''}",
-        "offline": f"wandb offline{why}; {upload_hint(run)}",
+        "offline": f"wandb offline{why}; upload with: wandb sync {shlex.quote(str(run))}/wandb/offline-run-*",
     }
-    return WandbRun(experiment, run, console, config.logger.log_model), lines.get(mode, f"wandb {mode}")
+    return logger, lines.get(mode, f"wandb {mode}")
 
 
-def upload_hint(run: Path) -> str:
-    return f"upload with: wandb sync {shlex.quote(str(run))}/wandb/*run-*"
-
-
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

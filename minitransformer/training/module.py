@@ -65,7 +65,7 @@ class LanguageModel(pl.LightningModule):
             self.model.compile_blocks()
         self.metrics: dict[str, float] = {}  # what was last logged, for the progress bar and the summary
         self.tokens_seen = self.skipped = self.skipped_in_row = 0
-        self.seconds = 0.0  # spent in optimizer steps since the start of this process
+        self.seconds, self.tokens_here = 0.0, 0  # spent in, and targets of, the steps of this process
         self._mark = time.perf_counter()
         self._window: dict[str, float | Tensor] = {}  # sums over the steps since the last log
 
@@ -153,6 +153,7 @@ class LanguageModel(pl.LightningModule):
     def _count(self, nats: Tensor, targets: int, factor: float, step: int) -> None:
         """Add a step to the window since the last log; log at every `log_every`-th step."""
         self.tokens_seen += targets
+        self.tokens_here += targets
         window = self._window = self._window or dict(nats=0.0, targets=0, steps=0, seconds=self.seconds)
         if not self.skipped_in_row:
             window["nats"] = nats + window["nats"]

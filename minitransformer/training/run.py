@@ -17,14 +17,19 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from minitransformer import __version__
 from minitransformer.checkpoint import (
     BEST_FILE,
     HEADER,
+    METRICS_FILE,
     MODEL_FILE,
+    REPORT_FILE,
+    SAMPLES_FILE,
     CheckpointError,
     atomic_write,
     describe,
@@ -71,7 +76,10 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         DivergedError: losses were not finite any more; the state was saved.
         Interrupted: a signal or the clock stopped it, after the state was saved.
     """
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=rank_zero_only.rank != 0)
+    console = Console(
+        highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=rank_zero_only.rank != 0,
+        force_interactive=None if sys.stdout.isatty() else False,  # FORCE_COLOR may colour a log, no more
+    )  # fmt: skip
     _quiet()
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
@@ -156,7 +164,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
             logger.close(code)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    _closing(console, directory.path, module, time.perf_counter() - start)
+    closing(console, directory.path, module, time.perf_counter() - start)
     return module.metrics["val/loss"]
 
 
@@ -310,18 +318,35 @@ def summary(console, config, run, model_config, data, device, precision, logging
         console.print(Text.assemble((f"{name:10}", "bold"), value))
 
 
-def _closing(console: Console, run: Path, module: LanguageModel, seconds: float) -> None:
+def closing(console: Console, run: Path, module: LanguageModel, seconds: float) -> None:
+    """Say what came of it and where it lies."""
     metrics = module.metrics
-    console.print()
-    console.print(
-        f"validation loss {metrics['val/loss']:.4f}, {metrics['val/bits_per_byte']:.4f} bits per byte, "
-        f"after {module.tokens_seen:,} tokens in {module.seconds:.0f} s of stepping ({seconds:.0f} s in all)",
-        style="bold green",
-    )
-    console.print(f"  {run / MODEL_FILE}   the model, its config and its tokenizer")
-    console.print(f"  {run / BEST_FILE}   those with the lowest validation loss")
-    samples = f";  {run / 'samples.txt'}   the samples" if (run / "samples.txt").exists() else ""
-    console.print(f"  {run / 'checkpoints'}   to resume from{samples}")
+    numbers = {
+        "validation loss": f"{metrics['val/loss']:.4f} nats per token",
+        "bits per byte": f"{metrics['val/bits_per_byte']:.4f}",
+        "tokens": f"{module.tokens_seen:,}",
+        "time": f"{module.seconds:,.0f} s of stepping, {seconds:,.0f} s in all",
+        "speed": f"{module.tokens_here / module.seconds:,.0f} tokens/s"
+        + ("  MFU {speed/mfu:.0%}".format_map(metrics) if "speed/mfu" in metrics else ""),
+        "peak memory": f"{metrics['speed/peak_memory_gb']:.2f} GB",
+    }
+    files = {
+        MODEL_FILE: "the model, its config and its tokenizer",
+        BEST_FILE: "those with the lowest validation loss",
+        "checkpoints": "to resume from",
+        METRICS_FILE: "all that was measured",
+        SAMPLES_FILE: "the samples",
+        REPORT_FILE: "the run in one page",
+    }
+    table = Table(show_header=False, box=box.ROUNDED)
+    for name, value in numbers.items():
+        table.add_row(Text(name, "bold"), value)
+    table.add_section()
+    for name, what in files.items():
+        if (run / name).exists():
+            table.add_row(Text(name, "bold"), what)
+    console.print(f"\n{run}", style="bold green")
+    console.print(table)
     script = Path(sys.argv[0])
     installed = script.suffix != ".py"
     generate = "minitransformer-generate" if installed else f"python {script.with_name('generate.py')}"
