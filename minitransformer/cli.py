@@ -78,6 +78,8 @@ def train() -> None:
         from minitransformer.training.run import train as run
 
         sweep_dir = Path(hydra.runtime.output_dir) if hydra.mode.name == "MULTIRUN" else None
+        if (sweep := hydra.runtime.choices["sweep"]) and sweep_dir is None:
+            raise ValueError(f"sweep={sweep} makes several runs: write {shlex.join(_command())} -m sweep={sweep}")
         # To resume, a run is named by its directory: an earlier `resume` or `name` would contradict it.
         kept = [o for o in hydra.overrides.task if not o.startswith(("resume=", "name="))]
         try:

@@ -318,7 +318,7 @@ def progress_line(metrics: dict[str, float], room: float = float("inf")) -> str:
         "speed/mfu": "MFU {:.0%}",
     }
     parts = [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
-    while len("  ".join(parts)) > room:
+    while parts and len("  ".join(parts)) > room:
         parts.pop()
     return "  ".join(parts)
 

@@ -153,7 +153,7 @@ class WandbRun(RunLogger):
     def close(self, code: int) -> None:
         self.calls.put(lambda: self.experiment.finish(exit_code=code))
         self.calls.put(None)
-        self.thread.join(5)
+        self.thread.join(min(5, FINISH_SECONDS))
         if self.thread.is_alive():
             self.console.print(f"waiting for wandb to upload, at most {FINISH_SECONDS} s")
             self.thread.join(FINISH_SECONDS)
@@ -197,7 +197,7 @@ def make_wandb(config: TrainConfig, run: Path, about: dict, console: Console) ->
     if mode == "online":
         try:
             experiment = wandb.init(mode=mode, resume="allow" if before else None, **settings)
-        except wandb.errors.Error as error:
+        except Exception as error:  # the network has many ways to fail
             mode, why = "offline", f" ({one_line(error)})"
     if mode != "online":
         experiment = wandb.init(mode=mode, **settings)
