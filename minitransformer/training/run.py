@@ -336,6 +336,7 @@ def closing(console: Console, run: Path, module: LanguageModel, seconds: float) 
         "checkpoints": "to resume from",
         METRICS_FILE: "all that was measured",
         SAMPLES_FILE: "the samples",
+        "attention": "pictures of its attention weights",
         REPORT_FILE: "the run in one page",
     }
     table = Table(show_header=False, box=box.ROUNDED)
