@@ -9,6 +9,9 @@
       metrics.jsonl        what was logged, an object a line: step, tokens (targets trained on so far), metrics
       samples.txt          text sampled while the model trained
       attention/           pictures of attention weights at those steps
+      starts.jsonl         how and on what the run was started and went on: an object each time
+      held_out.json        a little held-out text, for looking at the model
+      report.html          the run in one page
 
 Both kinds of model file are self-contained, and neither can run code: safetensors holds numbers and strings,
 checkpoints are read with `weights_only=True`.
@@ -38,6 +41,8 @@ BEST_FILE = "best.safetensors"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.txt"
 REPORT_FILE = "report.html"
+STARTS_FILE = "starts.jsonl"
+HELD_OUT_FILE = "held_out.json"
 HEADER = "minitransformer"  # the key under which both kinds of file describe the model
 
 
@@ -215,9 +220,24 @@ def add_metrics(run: Path, step: int, metrics: dict[str, float]) -> None:
 
 def read_metrics(run: Path) -> list[dict[str, float | None]]:
     """The logged moments of a run, in order; training and validation log the same step apart. Empty without any."""
-    path = run / METRICS_FILE
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]  # a kill may leave half a line
+    return _objects(run / METRICS_FILE)
+
+
+def _objects(path: Path) -> list[dict]:
+    """Of a file with an object a line, which names its step; half a line that a kill left at the end is passed over.
+
+    Raises:
+        CheckpointError: a whole line is something else.
+    """
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else []):
+        if line.endswith(b"\n"):
+            try:
+                found.append(json.loads(line))
+                found[-1]["step"]
+            except (ValueError, TypeError, KeyError):
+                raise CheckpointError(f"{path} is damaged: line {number + 1} is no object with a step") from None
+    return found
 
 
 def add_sample(run: Path, step: int, text: str) -> None:
@@ -255,7 +275,8 @@ def _attention_path(run: Path, step: int) -> Path:
 
 def rewind(run: Path, step: int) -> None:
     """Cut off what was logged after `step`, half a line that a kill left included: the run goes on from there."""
-    for name, step_of in ((METRICS_FILE, _step_of_metrics), (SAMPLES_FILE, _step_of_sample)):
+    step_of_file = {METRICS_FILE: _step_of_line, STARTS_FILE: _step_of_line, SAMPLES_FILE: _step_of_sample}
+    for name, step_of in step_of_file.items():
         if not (run / name).exists():
             continue
         kept = 0
@@ -270,7 +291,7 @@ def rewind(run: Path, step: int) -> None:
             path.unlink()
 
 
-def _step_of_metrics(line: bytes) -> float:
+def _step_of_line(line: bytes) -> float:
     return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
 
 
@@ -279,6 +300,35 @@ def _step_of_sample(line: bytes) -> float:
         return 0  # text belongs to the step named before
     found = re.fullmatch(rb"--- step (\d+) ---\n", line)
     return int(found[1]) if found else math.inf
+
+
+# What the report needs beside that -------------------------------------------------------------------------------
+
+
+def add_start(run: Path, step: int, start: dict) -> None:
+    """Append what there is to know of a start, or of going on after `step`: the command, the device and so on."""
+    with open(run / STARTS_FILE, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **start}) + "\n")
+
+
+def read_starts(run: Path) -> list[dict]:
+    """How the run was started and went on, in order; of two starts after one step the later. Empty without any."""
+    return list({start["step"]: start for start in _objects(run / STARTS_FILE)}.values())
+
+
+def save_held_out(run: Path, documents: list[tuple[str, str]]) -> None:
+    """Keep the beginnings of some held-out documents, (prefix, text) each."""
+    with atomic_write(run / HELD_OUT_FILE) as file:
+        file.write(json.dumps(documents, ensure_ascii=False, indent=0).encode())
+
+
+def read_held_out(run: Path) -> list[tuple[str, str]]:
+    """What `save_held_out` kept; empty without any."""
+    path = run / HELD_OUT_FILE
+    try:
+        return [(prefix, text) for prefix, text in json.loads(path.read_bytes())] if path.exists() else []
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
 # Runs ------------------------------------------------------------------------------------------------------------

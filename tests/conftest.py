@@ -30,6 +30,7 @@ SMALL = [
     "callbacks.checkpoint_every=2",
     "callbacks.sample_every=3",
     "callbacks.sample_tokens=8",
+    "callbacks.report=false",
     "logger=none",
 ]
 

@@ -14,15 +14,19 @@ from minitransformer.checkpoint import (
     CheckpointError,
     add_metrics,
     add_sample,
+    add_start,
     atomic_write,
     checkpoints,
     latest_run,
     new_run,
     point_latest,
     read_checkpoint,
+    read_held_out,
     read_metrics,
     read_samples,
+    read_starts,
     rewind,
+    save_held_out,
     save_model,
 )
 
@@ -140,6 +144,31 @@ def test_what_was_logged_is_read_back(tmp_path):
         add_sample(tmp_path, step, text)
     assert read_samples(tmp_path) == list(enumerate(texts))
     assert read_metrics(tmp_path / "nothing") == read_samples(tmp_path / "nothing") == []
+
+
+def test_starts_and_held_out_text_are_read_back(tmp_path):
+    """Of two starts after one step the later counts; going back forgets those after it."""
+    for step, command in ((0, "a"), (4, "b"), (4, "c 'ä'"), (6, "d")):
+        add_start(tmp_path, step, {"command": command})
+    assert [(start["step"], start["command"]) for start in read_starts(tmp_path)] == [(0, "a"), (4, "c 'ä'"), (6, "d")]
+    rewind(tmp_path, 5)
+    assert [start["step"] for start in read_starts(tmp_path)] == [0, 4]
+    documents = [("", "a\r\n\x00🦉\u2028"), ("Q: é", "")]
+    save_held_out(tmp_path, documents)
+    assert read_held_out(tmp_path) == documents
+    (tmp_path / "held_out.json").write_text('["a"]')
+    with pytest.raises(CheckpointError, match=r"held_out\.json is damaged"):
+        read_held_out(tmp_path)
+    assert read_held_out(tmp_path / "nothing") == read_starts(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize("line", ["{", "3", "[1]", '{"train/loss": 1}'])
+def test_a_damaged_line_is_named(tmp_path, line):
+    add_metrics(tmp_path, 1, {"train/loss": 1.0})
+    with open(tmp_path / METRICS_FILE, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is damaged: line 2 "):
+        read_metrics(tmp_path)
 
 
 def test_rewinding_cuts_what_was_logged_later_wherever_a_kill_left_it(tmp_path):

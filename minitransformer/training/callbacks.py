@@ -23,6 +23,7 @@ from minitransformer.checkpoint import (
     save_model,
 )
 from minitransformer.data.datamodule import TextData
+from minitransformer.data.tokenizer import printable
 from minitransformer.generation.generate import fitting, stream
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import TrainConfig
@@ -302,11 +303,6 @@ class Profiler(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         if trainer.is_global_zero:
             self.profiler.stop()
-
-
-def printable(text: str) -> str:
-    """The text with control characters shown as escapes: a model may write any of them."""
-    return "".join(c if c.isprintable() else " " * 4 if c == "\t" else ascii(c)[1:-1] for c in text)
 
 
 def progress_line(metrics: dict[str, float], room: float = float("inf")) -> str:

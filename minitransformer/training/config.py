@@ -271,6 +271,7 @@ class CallbacksConfig:
     progress: the progress bar (in a terminal) or progress lines (elsewhere).
     ema: decay of an exponential moving average of the weights, which is then what is validated and kept as the model
         (Polyak and Juditsky 1992); 0 for none.
+    report: draw the run in `RUN/report.html` when it ends.
     """
 
     checkpoint_every: int = 250
@@ -281,6 +282,7 @@ class CallbacksConfig:
     sample_temperature: float = 0.7
     progress: bool = True
     ema: float = 0.0
+    report: bool = True
 
     def __post_init__(self) -> None:
         for name in ("checkpoint_every", "sample_every", "sample_temperature"):
@@ -288,6 +290,11 @@ class CallbacksConfig:
         for name in ("keep_checkpoints", "sample_tokens"):
             at_least(f"callbacks.{name}", getattr(self, name), 1)
         fraction("callbacks.ema", self.ema)
+
+
+def choice(kind: type) -> str:
+    """The word for a class of settings: FilesConfig -> files."""
+    return kind.__name__.removesuffix("Config").lower()
 
 
 def time_name() -> str:

@@ -31,6 +31,7 @@ from minitransformer.checkpoint import (
     REPORT_FILE,
     SAMPLES_FILE,
     CheckpointError,
+    add_start,
     atomic_write,
     describe,
     latest_run,
@@ -39,6 +40,7 @@ from minitransformer.checkpoint import (
     point_latest,
     read_checkpoint,
     rewind,
+    save_held_out,
 )
 from minitransformer.data.datamodule import TextData
 from minitransformer.device import choose_device, choose_precision
@@ -50,6 +52,7 @@ from minitransformer.training.callbacks import (
     AtomicCheckpointIO,
     Bar,
     Checkpointer,
+    DivergedError,
     Interrupted,
     MovingAverage,
     Profiler,
@@ -57,9 +60,12 @@ from minitransformer.training.callbacks import (
     RunDirectory,
     Sampler,
 )
-from minitransformer.training.config import MuonConfig, RangeConfig, TrainConfig, time_name
+from minitransformer.training.config import MuonConfig, RangeConfig, TrainConfig, choice, time_name
 from minitransformer.training.logging import RunLogger, make_loggers
 from minitransformer.training.module import LanguageModel
+
+REPORTED_TOKENS = 1024  # of held-out text, kept for the report
+KINDS = ("data", "tokenizer", "optimizer", "schedule")  # groups whose choices are classes
 
 
 def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path | None = None) -> float | None:
@@ -118,11 +124,15 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
                 file.write(OmegaConf.to_yaml(asdict(config)).encode())
             with atomic_write(run / "tokenizer.json") as file:
                 file.write(data.tokenizer.to_json().encode())
+            save_held_out(run, data.held_out(REPORTED_TOKENS))
         rewind(run, step)
         point_latest(run, Path(config.runs_dir))
         about = {"code": code_version(), "fingerprints": data.fingerprints, "parameters": parameter_count(model_config)}
         loggers, line = make_loggers(config, run, about, console)
-        summary(console, config, run, model_config, data, device, precision, line)
+        facts = summary(console, config, run, model_config, data, device, precision, line)
+        kinds = {name: choice(type(getattr(config, name))) for name in KINDS}
+        start = {"command": command, "max_steps": config.trainer.max_steps, "kinds": kinds}
+        add_start(run, step, start | about | facts)
         return loggers
 
     directory = RunDirectory(lambda: run or _new_directory(config, sweep_dir), begin)
@@ -151,6 +161,7 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
         if config.trainer.max_steps % config.trainer.val_every:
             trainer.validate(module, data, verbose=False)
+        report(config, directory.path, console)
         for logger in trainer.loggers:
             logger.log_results()
         code = 0
@@ -158,6 +169,10 @@ def train(config: TrainConfig, command: str = "python train.py", sweep_dir: Path
         code = stopped.code
         console.print(f"\n{stopped}; everything is in {directory.path}")
         console.print(f"go on with: {command} resume={shlex.quote(str(directory.path))}", style="bold")
+        report(config, directory.path, console)
+        raise
+    except DivergedError:
+        report(config, directory.path, console)
         raise
     finally:
         for logger in trainer.loggers:
@@ -280,12 +295,12 @@ def _check_same(saved: dict, now: dict, run: Path) -> None:
         raise ValueError(f"cannot resume {run}: it was trained with another tokenizer or other text")
 
 
-def summary(console, config, run, model_config, data, device, precision, logging_line) -> None:
+def summary(console, config, run, model_config, data, device, precision, logging_line) -> dict[str, str]:
     """Say what is about to be trained, on what, and where it will lie."""
     train, held_out = data.train, data.validation
     steps, batch = config.trainer.max_steps, config.data.batch_size
     per_step = batch * data.row_length * data.efficiency
-    kind = type(config.data).__name__.removesuffix("Config").lower()
+    kind = choice(type(config.data))
     optimizer = f"adamw lr {config.optimizer.lr:g}"
     if isinstance(config.optimizer, MuonConfig):
         optimizer = f"muon lr {config.optimizer.lr:g}"
@@ -301,7 +316,7 @@ def summary(console, config, run, model_config, data, device, precision, logging
             f"{data.steps.n_rows:,} of {data.row_length} tokens, {data.efficiency:.1%} filled ({config.data.packing})"
         )
         epochs, at_first = f"{steps * batch / data.steps.n_rows:.1f} epochs, ", ""
-    for name, value in {
+    facts = {
         "run": str(run),
         "model": f"{parameter_count(model_config):,} parameters: {model_config.n_layers} layers, "
         f"d_model {model_config.d_model}, {model_config.n_heads} heads, {model_config.position} positions",
@@ -314,8 +329,22 @@ def summary(console, config, run, model_config, data, device, precision, logging
         "device": f"{ranks}{device.type} ({hardware}), precision {precision}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         "logging": logging_line,
-    }.items():
+    }
+    for name, value in facts.items():
         console.print(Text.assemble((f"{name:10}", "bold"), value))
+    return facts
+
+
+def report(config: TrainConfig, run: Path, console: Console) -> None:
+    """Draw the run, from its directory alone."""
+    if not config.callbacks.report or rank_zero_only.rank:
+        return
+    try:
+        from minitransformer.report.page import write
+
+        write([run])
+    except Exception as error:  # whatever it is: the model is trained and saved, and more matters than a drawing
+        console.print(f"no report was drawn: {' '.join(str(error).split())}")
 
 
 def closing(console: Console, run: Path, module: LanguageModel, seconds: float) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from minitransformer.training.callbacks import Bar, printable, steepest
+from minitransformer.data.tokenizer import printable
+from minitransformer.training.callbacks import Bar, steepest
 from tests.conftest import ROOT, SMALL
 
 
