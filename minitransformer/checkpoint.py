@@ -75,6 +75,26 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
+def write_page(text: str, out: str | Path | None, default: Path) -> Path:
+    """Write an HTML page and return where it is: `out`, else `default`, or its name here where that is read-only.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    path = default if out is None else Path(out)
+    if path.is_dir():
+        raise CheckpointError(f"out={path} is a directory; name a file, such as out={path / default.name}")
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        if out is None and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            print(f"{path.parent} is read-only; the page goes to the working directory")
+            return write_page(text, default.name, default)
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
+    return path
+
+
 def _disk_full(error: BaseException | None) -> OSError | None:
     """The "no space left" behind an error: torch reports its own error on top of it."""
     while error is not None:

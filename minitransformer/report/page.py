@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import minitransformer
-from minitransformer.checkpoint import REPORT_FILE, CheckpointError, atomic_write, latest_run, load, read_held_out
+from minitransformer.checkpoint import REPORT_FILE, CheckpointError, latest_run, load, read_held_out, write_page
 from minitransformer.data.tokenizer import printable
 from minitransformer.model.cost import activation_bytes, flops_per_token, parameter_count
 from minitransformer.model.transformer import Transformer
@@ -38,7 +38,8 @@ def write(runs: list[Path], out: Path | None = None, runs_dir: Path = Path("runs
 
     Args:
         runs: run directories, or folders of them; none takes the newest run in `runs_dir`.
-        out: the file (None: `report.html` in the run; `comparison.html` beside the first of several).
+        out: the file (None: `report.html` in the run; `comparison.html` beside the first of several; in the working
+            directory where that place is read-only).
 
     Raises:
         CheckpointError: a run does not exist, or holds no metrics; or the file cannot be written.
@@ -46,11 +47,9 @@ def write(runs: list[Path], out: Path | None = None, runs_dir: Path = Path("runs
     records = read_all(runs or [latest_run(runs_dir)])
     first = records[0].path
     if len(records) == 1:
-        name, page = "run.html", alone(records[0])
-        out = out or first / REPORT_FILE
+        name, page, default = "run.html", alone(records[0]), first / REPORT_FILE
     else:
-        name, page = "comparison.html", compared(records)
-        out = out or first.parent / "comparison.html"
+        name, page, default = "comparison.html", compared(records), first.parent / "comparison.html"
     environment = Environment(
         loader=PackageLoader("minitransformer.report"),
         autoescape=True,
@@ -62,12 +61,7 @@ def write(runs: list[Path], out: Path | None = None, runs_dir: Path = Path("runs
     for word in (short, plain, visible, breakable, tip, rounded):
         environment.filters[word.__name__] = word
     text = environment.get_template(name).render(page=page, version=minitransformer.__version__)
-    try:
-        with atomic_write(out) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error.strerror}; name another file with out=") from None
-    return out
+    return write_page(text, out, default)
 
 
 # Words for numbers -----------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from minitransformer.data.packing import IGNORE, Documents, fill, pack
-from minitransformer.data.tokenizer import Tokenizer, printable
+from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.lab.page import visible
+from minitransformer.lab.trace import head_measures
 from minitransformer.model.transformer import Transformer
 
 ATTENDED = 20  # tokens of text under the attention maps
@@ -32,11 +34,12 @@ class Piece:
 
 @dataclass
 class Map:
-    """The weights (n, n) of one head; rows are queries."""
+    """The weights (n, n) of one head, rows are queries; and their mean on some places, see `head_measures`."""
 
     layer: int
     head: int
     weights: Tensor
+    means: dict[str, float]
 
 
 @torch.inference_mode()
@@ -89,8 +92,7 @@ def shown(tokenizer: Tokenizer, token: int) -> str:
     """A token on one line: spaces, ends of lines and lone bytes can be seen."""
     if token == tokenizer.boundary:
         return "⟨end⟩"
-    text = tokenizer.token_bytes[token].decode("utf-8", "backslashreplace")
-    return printable(text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·"))
+    return visible(tokenizer.token_bytes[token])
 
 
 @torch.inference_mode()
@@ -101,11 +103,16 @@ def attention(model: Transformer, tokenizer: Tokenizer, texts: list[tuple[str, s
     """
     ids = max((tokenizer.encode("".join(text)) for text in texts), key=len)
     ids = [tokenizer.boundary, *ids][: min(ATTENDED, model.config.max_seq_len)]
-    weights = torch.stack(model(torch.tensor([ids]), return_attention=True)[1])[:, 0].float()  # (L, H, n, n)
+    tokens = torch.tensor(ids)
+    weights = torch.stack(model(tokens[None], return_attention=True)[1])[:, 0].float()  # (L, H, n, n)
     n_layers, n_heads = weights.shape[:2]
-    entropy = torch.special.entr(weights).sum(-1).mean(-1)  # (L, H)
+    found = head_measures(weights, tokens)  # (L, H) each
     layers = np.unique(np.linspace(0, n_layers - 1, min(n_layers, MAPS // 2)).round().astype(int)).tolist()
     each = min(n_heads, MAPS // len(layers))
-    chosen = [(layer, head) for layer in layers for head in sorted(entropy[layer].argsort()[:each].tolist())]
+    chosen = [(layer, head) for layer in layers for head in sorted(found["entropy"][layer].argsort()[:each].tolist())]
     names = ["⟨start⟩", *(shown(tokenizer, i) for i in ids[1:])]
-    return names, [Map(layer, head, weights[layer, head]) for layer, head in chosen]
+    shares = {"before": "previous", "itself": "itself", "first": "first"}
+    return names, [
+        Map(layer, head, weights[layer, head], {word: found[name][layer, head].item() for word, name in shares.items()})
+        for layer, head in chosen
+    ]

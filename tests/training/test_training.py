@@ -203,8 +203,8 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(train, command, workdir,
 
 def test_a_run_directory_explains_itself(trained, command):
     assert sorted(p.name for p in trained.iterdir()) == [
-        "attention", "best.safetensors", "checkpoints", "config.yaml", "metrics.jsonl", "model.safetensors",
-        "samples.txt", "tokenizer.json",
+        "attention", "best.safetensors", "checkpoints", "config.yaml", "held_out.json", "metrics.jsonl",
+        "model.safetensors", "samples.txt", "starts.jsonl", "tokenizer.json",
     ]  # fmt: skip
     assert [p.name for p in checkpoints(trained)] == ["step-00000002.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
     assert (trained.parent / "latest").resolve() == trained
