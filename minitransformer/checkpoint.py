@@ -6,7 +6,12 @@
       model.safetensors    the newest weights, with the model's config and tokenizer in the header
       best.safetensors     those with the lowest validation loss
       checkpoints/         the whole training state, step-00000200.ckpt and so on
+      metrics.jsonl        what was logged, an object a line: step, tokens (targets trained on so far), metrics
       samples.txt          text sampled while the model trained
+      attention/           pictures of attention weights at those steps
+      starts.jsonl         how and on what the run was started and went on: an object each time
+      held_out.json        a little held-out text, for looking at the model
+      report.html          the run in one page
 
 Both kinds of model file are self-contained, and neither can run code: safetensors holds numbers and strings,
 checkpoints are read with `weights_only=True`.
@@ -14,7 +19,9 @@ checkpoints are read with `weights_only=True`.
 
 import errno
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -31,6 +38,11 @@ from minitransformer.model.transformer import Transformer
 
 MODEL_FILE = "model.safetensors"
 BEST_FILE = "best.safetensors"
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.txt"
+REPORT_FILE = "report.html"
+STARTS_FILE = "starts.jsonl"
+HELD_OUT_FILE = "held_out.json"
 HEADER = "minitransformer"  # the key under which both kinds of file describe the model
 
 
@@ -61,6 +73,26 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         if full := _disk_full(error):
             raise CheckpointError(f"no space left on the disk for {path}; it was not written") from full
         raise
+
+
+def write_page(text: str, out: str | Path | None, default: Path) -> Path:
+    """Write an HTML page and return where it is: `out`, else `default`, or its name here where that is read-only.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    path = default if out is None else Path(out)
+    if path.is_dir():
+        raise CheckpointError(f"out={path} is a directory; name a file, such as out={path / default.name}")
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        if out is None and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            print(f"{path.parent} is read-only; the page goes to the working directory")
+            return write_page(text, default.name, default)
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
+    return path
 
 
 def _disk_full(error: BaseException | None) -> OSError | None:
@@ -168,6 +200,12 @@ def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tenso
         raise CheckpointError(f"{path} cannot be read as safetensors ({error})") from None
 
 
+def same_weights(one: Path, other: Path) -> bool:
+    """Do two model files hold equal weights? (The order of entries in a header is left to chance.)"""
+    (_, a), (_, b) = _read_safetensors(one), _read_safetensors(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def read_checkpoint(path: Path) -> dict:
     """The plain values and tensors of a training checkpoint, on the CPU.
 
@@ -207,6 +245,129 @@ def newest_readable(run: Path, say: Callable[[str], None]) -> tuple[Path, dict] 
     if found:
         raise CheckpointError(f"{run / 'checkpoints'} holds no checkpoint that can be read")
     return None
+
+
+# What was logged -------------------------------------------------------------------------------------------------
+
+
+def add_metrics(run: Path, step: int, metrics: dict[str, float]) -> None:
+    """Append a line to the metrics; numbers that are not finite become null, as JSON knows none."""
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    with open(run / METRICS_FILE, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+
+
+def read_metrics(run: Path) -> list[dict[str, float | None]]:
+    """The logged moments of a run, in order; training and validation log the same step apart. Empty without any."""
+    return _objects(run / METRICS_FILE)
+
+
+def _objects(path: Path) -> list[dict]:
+    """Of a file with an object a line, which names its step; half a line that a kill left at the end is passed over.
+
+    Raises:
+        CheckpointError: a whole line is something else.
+    """
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else []):
+        if line.endswith(b"\n"):
+            try:
+                found.append(json.loads(line))
+                found[-1]["step"]
+            except (ValueError, TypeError, KeyError):
+                raise CheckpointError(f"{path} is damaged: line {number + 1} is no object with a step") from None
+    return found
+
+
+def add_sample(run: Path, step: int, text: str) -> None:
+    """Append a sample, indented so that no text can be taken for the line that names the step."""
+    with open(run / SAMPLES_FILE, "a", encoding="utf-8", newline="\n") as file:
+        file.write(f"--- step {step} ---\n    " + text.replace("\n", "\n    ") + "\n")
+
+
+def read_samples(run: Path) -> list[tuple[int, str]]:
+    """(step, text) of each sample, in order. Empty without any."""
+    path = run / SAMPLES_FILE
+    written = path.read_bytes().decode("utf-8", errors="replace") if path.exists() else ""
+    parts = re.split(r"^--- step (\d+) ---\n", written, flags=re.M)
+    texts = ("\n".join(line[4:] for line in part.removesuffix("\n").split("\n")) for part in parts[2::2])
+    return [(int(step), text) for step, text in zip(parts[1::2], texts, strict=True)]
+
+
+def add_attention(run: Path, step: int, png: bytes) -> None:
+    with atomic_write(_attention_path(run, step)) as file:
+        file.write(png)
+
+
+def read_attention(run: Path) -> list[tuple[int, bytes]]:
+    """(step, PNG file) of each picture of attention weights, in order. Empty without any."""
+    return [(int(path.stem.removeprefix("step-")), path.read_bytes()) for path in _attention(run)]
+
+
+def _attention(run: Path) -> list[Path]:
+    return sorted((run / "attention").glob("step-*.png"))
+
+
+def _attention_path(run: Path, step: int) -> Path:
+    return run / "attention" / f"step-{step:08d}.png"
+
+
+def rewind(run: Path, step: int) -> None:
+    """Cut off what was logged after `step`, half a line that a kill left included: the run goes on from there."""
+    step_of_file = {METRICS_FILE: _step_of_line, STARTS_FILE: _step_of_line, SAMPLES_FILE: _step_of_sample}
+    for name, step_of in step_of_file.items():
+        if not (run / name).exists():
+            continue
+        kept = 0
+        with open(run / name, "rb") as file:
+            for line in file:
+                if step_of(line) > step:
+                    break
+                kept += len(line)
+        os.truncate(run / name, kept)
+    for path in _attention(run):
+        if path > _attention_path(run, step):
+            path.unlink()
+
+
+def _step_of_line(line: bytes) -> float:
+    return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+
+
+def _step_of_sample(line: bytes) -> float:
+    if line.startswith(b"    "):
+        return 0  # text belongs to the step named before
+    found = re.fullmatch(rb"--- step (\d+) ---\n", line)
+    return int(found[1]) if found else math.inf
+
+
+# What the report needs beside that -------------------------------------------------------------------------------
+
+
+def add_start(run: Path, step: int, start: dict) -> None:
+    """Append what there is to know of a start, or of going on after `step`: the command, the device and so on."""
+    with open(run / STARTS_FILE, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **start}) + "\n")
+
+
+def read_starts(run: Path) -> list[dict]:
+    """How the run was started and went on, in order; of two starts after one step the later. Empty without any."""
+    return list({start["step"]: start for start in _objects(run / STARTS_FILE)}.values())
+
+
+def save_held_out(run: Path, documents: list[tuple[str, str]]) -> None:
+    """Keep the beginnings of some held-out documents, (prefix, text) each."""
+    with atomic_write(run / HELD_OUT_FILE) as file:
+        file.write(json.dumps(documents, ensure_ascii=False, indent=0).encode())
+
+
+def read_held_out(run: Path) -> list[tuple[str, str]]:
+    """What `save_held_out` kept; empty without any."""
+    path = run / HELD_OUT_FILE
+    try:
+        return [(prefix, text) for prefix, text in json.loads(path.read_bytes())] if path.exists() else []
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
 # Runs ------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from minitransformer.convert.config import ConvertConfig
 from minitransformer.data import config as data
 from minitransformer.generation.config import GenerateConfig
 from minitransformer.lab.config import LabConfig
+from minitransformer.report.config import ReportConfig
 from minitransformer.training import config as training
 
 # The typed settings behind configs/GROUP/NAME.yaml, which each begin from `/schema/...` of that name.
@@ -23,6 +24,7 @@ SCHEMAS = {
     "generate": GenerateConfig,
     "lab": LabConfig,
     "convert": ConvertConfig,
+    "report": ReportConfig,
     "data_stdlib": data.StdlibConfig,
     "data_files": data.FilesConfig,
     "data_hub": data.HubConfig,
@@ -38,7 +40,6 @@ SCHEMAS = {
     "schedule_wsd": training.WSDConfig,
     "schedule_cosine": training.CosineConfig,
     "logger_none": training.LoggerConfig,
-    "logger_csv": training.CSVConfig,
     "logger_wandb": training.WandbConfig,
 }
 
@@ -67,6 +68,11 @@ EXAMPLES = {
     "convert": """\
   {command} from=SmolLM2-135M to=smol     a Hugging Face folder becomes a model of ours
   {command} from=runs/NAME to=exported    and a run one of theirs""",
+    "report": """\
+  {command}                              the newest run
+  {command} runs/mine out=mine.html      another, to another file
+  {command} runs/mine runs/other         two runs compared
+  {command} runs/seeds                   all runs of a sweep""",
 }
 
 
@@ -85,6 +91,8 @@ def train() -> None:
         from minitransformer.training.run import train as run
 
         sweep_dir = Path(hydra.runtime.output_dir) if hydra.mode.name == "MULTIRUN" else None
+        if (sweep := hydra.runtime.choices["sweep"]) and sweep_dir is None:
+            raise ValueError(f"sweep={sweep} makes several runs: write {shlex.join(_command())} -m sweep={sweep}")
         # To resume, a run is named by its directory: an earlier `resume` or `name` would contradict it.
         kept = [o for o in hydra.overrides.task if not o.startswith(("resume=", "name="))]
         try:
@@ -132,6 +140,21 @@ def convert() -> None:
     _main("convert", job)
 
 
+def report() -> None:
+    """The command `python -m minitransformer.report`. Words that set nothing are runs."""
+
+    def job(config: ReportConfig, hydra: Any) -> None:
+        from minitransformer.report.page import write
+
+        print(write(list(map(Path, config.runs)), config.out and Path(config.out), Path(config.runs_dir)))
+
+    words = sys.argv[1:]
+    runs = [word for word in words if "=" not in word or Path(word).is_dir()]
+    if runs and not any(word.startswith("-") for word in words):
+        sys.argv[1:] = [*(w for w in words if w not in runs), f"runs=[{','.join(map(_literal, runs))}]"]
+    _main("report", job)
+
+
 def _command() -> list[str]:
     """How this command was started: train.py, an installed name, or a module of the package."""
     script = Path(sys.argv[0])
@@ -147,16 +170,10 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
         return
     sys.argv[1:] = map(quoted, sys.argv[1:])
     import hydra
-    from hydra.core.config_store import ConfigStore
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    for schema, kind in SCHEMAS.items():
-        node = OmegaConf.structured(kind)
-        for field in fields(kind):
-            if get_origin(field.type) is dict:  # such as logit_bias, whose keys are the user's
-                OmegaConf.set_struct(node[field.name], False)
-        ConfigStore.instance().store(group="schema", name=schema, node=node)
+    _register_schemas()
     OmegaConf.register_new_resolver(
         "run_name", lambda given: given or training.time_name(), use_cache=True, replace=True
     )
@@ -190,6 +207,18 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
         sys.exit(1)
 
 
+def _register_schemas() -> None:
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    for schema, kind in SCHEMAS.items():
+        node = OmegaConf.structured(kind)
+        for field in fields(kind):
+            if get_origin(field.type) is dict:  # such as logit_bias, whose keys are the user's
+                OmegaConf.set_struct(node[field.name], False)
+        ConfigStore.instance().store(group="schema", name=schema, node=node)
+
+
 TEXTS = ("prompt", "callbacks.sample_prompt")  # settings whose value is any text
 
 
@@ -202,9 +231,14 @@ def quoted(argument: str) -> str:
         or (text[:1] in ("'", '"') and text[-1:] == text[:1] and len(text) > 1)
     ):
         return argument
+    return f"{name}{equals}{_literal(text)}"
+
+
+def _literal(text: str) -> str:
+    """Any text as a quoted value of Hydra's grammar."""
     # A quote, and backslashes before one, are escaped; so is what would be taken for an interpolation.
     text = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), text.replace("${", "\\${"))
-    return f"{name}{equals}'{text}'"
+    return f"'{text}'"
 
 
 def refuse_unknown(config: Any, name: str, prefix: str = "") -> None:
@@ -246,7 +280,8 @@ def explain(error: Exception, name: str) -> str | None:
 
 def unknown_key(key: str, name: str) -> str:
     """Name the nearest setting that exists."""
-    known = list(_leaves(_compose(name)))
+    groups = [a for a in sys.argv[1:] if "=" in a and "," not in a and (config_dir() / a.split("=")[0]).is_dir()]
+    known = list(_leaves(compose(name, groups)))
     by_last = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
     group = key.rpartition(".")[0]
     siblings = [k for k in known if k.rpartition(".")[0] == group]
@@ -257,14 +292,15 @@ def unknown_key(key: str, name: str) -> str:
     return f"{key} is not a setting; there are {', '.join(there)}"
 
 
-def _compose(name: str) -> Any:
-    from hydra import compose, initialize_config_dir
+def compose(name: str, overrides: list[str] | None = None) -> Any:
+    """The config of a command before any setting of the user's but `overrides`."""
+    import hydra
     from hydra.core.global_hydra import GlobalHydra
 
+    _register_schemas()
     GlobalHydra.instance().clear()
-    groups = [a for a in sys.argv[1:] if "=" in a and "," not in a and (config_dir() / a.split("=")[0]).is_dir()]
-    with initialize_config_dir(str(config_dir().absolute()), version_base="1.3"):
-        return compose(name, groups)
+    with hydra.initialize_config_dir(str(config_dir().absolute()), version_base="1.3"):
+        return hydra.compose(name, overrides)
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterator[str]:

@@ -1,8 +1,10 @@
 """What many tests share: a small corpus, and the two commands run inside this process."""
 
+import ctypes
 import os
 import random
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +32,7 @@ SMALL = [
     "callbacks.checkpoint_every=2",
     "callbacks.sample_every=3",
     "callbacks.sample_tokens=8",
+    "callbacks.report=false",
     "logger=none",
 ]
 
@@ -41,6 +44,24 @@ def sentences(n: int, seed: int = 0) -> str:
     return "".join(
         f"{draw.choice(names)} {draw.choice(verbs)} the {draw.choice(['cat', 'dog', 'owl 🦉'])}.\n" for _ in range(n)
     )
+
+
+def as_a_user_without_rights(job):
+    """Run `job` in a thread that gave up its capabilities, so that file modes hold even for root."""
+    errors = []
+
+    def work():
+        header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        assert ctypes.CDLL(None, use_errno=True).capset(header, none) == 0
+        try:
+            job()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return errors
 
 
 @pytest.fixture(scope="session")

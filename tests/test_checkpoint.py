@@ -9,13 +9,24 @@ from safetensors.torch import save_file
 
 from minitransformer import ModelConfig, Tokenizer, Transformer, load
 from minitransformer.checkpoint import (
+    METRICS_FILE,
+    SAMPLES_FILE,
     CheckpointError,
+    add_metrics,
+    add_sample,
+    add_start,
     atomic_write,
     checkpoints,
     latest_run,
     new_run,
     point_latest,
     read_checkpoint,
+    read_held_out,
+    read_metrics,
+    read_samples,
+    read_starts,
+    rewind,
+    save_held_out,
     save_model,
 )
 
@@ -119,3 +130,59 @@ def test_runs_never_share_a_directory(tmp_path):
     assert latest_run(tmp_path / "runs") == tmp_path / "runs" / "mine-2"
     point_latest(tmp_path / "runs" / "mine", tmp_path / "runs")
     assert latest_run(tmp_path / "runs") == tmp_path / "runs" / "mine"
+
+
+def test_what_was_logged_is_read_back(tmp_path):
+    add_metrics(tmp_path, 10, {"tokens": 5, "train/loss": 2.5, "optim/grad_norm": float("inf")})
+    add_metrics(tmp_path, 10, {"tokens": 5, "val/loss": float("nan")})
+    assert read_metrics(tmp_path) == [
+        {"step": 10, "tokens": 5, "train/loss": 2.5, "optim/grad_norm": None},
+        {"step": 10, "tokens": 5, "val/loss": None},
+    ]
+    texts = ["plain", "", "a\n\n  b\r\nc\n", "--- step 3 ---\nnot a header", "\x00\x1b[31m\u2028🦉\x85\r--- step 4 ---"]
+    for step, text in enumerate(texts):
+        add_sample(tmp_path, step, text)
+    assert read_samples(tmp_path) == list(enumerate(texts))
+    assert read_metrics(tmp_path / "nothing") == read_samples(tmp_path / "nothing") == []
+
+
+def test_starts_and_held_out_text_are_read_back(tmp_path):
+    """Of two starts after one step the later counts; going back forgets those after it."""
+    for step, command in ((0, "a"), (4, "b"), (4, "c 'ä'"), (6, "d")):
+        add_start(tmp_path, step, {"command": command})
+    assert [(start["step"], start["command"]) for start in read_starts(tmp_path)] == [(0, "a"), (4, "c 'ä'"), (6, "d")]
+    rewind(tmp_path, 5)
+    assert [start["step"] for start in read_starts(tmp_path)] == [0, 4]
+    documents = [("", "a\r\n\x00🦉\u2028"), ("Q: é", "")]
+    save_held_out(tmp_path, documents)
+    assert read_held_out(tmp_path) == documents
+    (tmp_path / "held_out.json").write_text('["a"]')
+    with pytest.raises(CheckpointError, match=r"held_out\.json is damaged"):
+        read_held_out(tmp_path)
+    assert read_held_out(tmp_path / "nothing") == read_starts(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize("line", ["{", "3", "[1]", '{"train/loss": 1}'])
+def test_a_damaged_line_is_named(tmp_path, line):
+    add_metrics(tmp_path, 1, {"train/loss": 1.0})
+    with open(tmp_path / METRICS_FILE, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is damaged: line 2 "):
+        read_metrics(tmp_path)
+
+
+def test_rewinding_cuts_what_was_logged_later_wherever_a_kill_left_it(tmp_path):
+    """For every step to go back to and every byte at which writing may have stopped after it."""
+    sizes = [(0, 0)]
+    for step in (1, 2, 3):
+        add_metrics(tmp_path, step, {"train/loss": float(step)})
+        add_metrics(tmp_path, step, {"val/loss": 2.0 * step})
+        add_sample(tmp_path, step, f"{step}\n--- step 9 ---\nä")
+        sizes.append(tuple((tmp_path / name).stat().st_size for name in (METRICS_FILE, SAMPLES_FILE)))
+    whole = [(tmp_path / name).read_bytes() for name in (METRICS_FILE, SAMPLES_FILE)]
+    for step, kept in enumerate(sizes):
+        for name, content, size in zip((METRICS_FILE, SAMPLES_FILE), whole, kept, strict=True):
+            for end in range(size, len(content) + 1):
+                (tmp_path / name).write_bytes(content[:end])
+                rewind(tmp_path, step)
+                assert (tmp_path / name).read_bytes() == content[:size]

@@ -202,7 +202,7 @@ def test_every_experiment_runs_two_steps(command, workdir, experiment):
     small += ["trainer.max_steps=2", "logger=none", "callbacks.sample_tokens=5"]
     result = command("train", f"experiment={experiment}", *own.get(experiment, []), *small)
     assert result.code == 0, result.err
-    assert re.search(r"validation loss .* after [\d,]+ tokens", result.out)
+    assert re.search(r"bits per byte\s+│ [\d.]+ ", result.out)
 
 
 def test_a_sweep_has_a_directory_for_each_job(command, workdir):
@@ -222,6 +222,15 @@ def test_a_job_that_fails_does_not_stop_a_sweep(command, workdir):
     refused(result, "n_heads=3")
     assert (workdir / "runs/sweep/1/model.safetensors").exists()
     assert not (workdir / "runs/sweep/0/config.yaml").exists()
+
+
+def test_hydras_sweepers_are_chosen_with_m(command, workdir):
+    refused(command("train", *TEXT, *SMALL, "sweep=positions"), "sweep=positions makes several runs", "-m sweep=")
+    refused(command("train", *TEXT, *SMALL, "sweep=wandb"), "choose one of optuna, positions")
+    result = command("train", "-m", *TEXT, *SMALL, "sweep=positions", "trainer.max_steps=1", "name=sweep")
+    assert result.code == 0, result.err
+    encodings = [OmegaConf.load(path).model.position for path in sorted((workdir / "runs/sweep").glob("?/config.yaml"))]
+    assert encodings == ["none", "sinusoidal", "learned", "rotary", "alibi"]
 
 
 def test_wandb_without_a_key_asks_and_waits_for_nothing(command, workdir, monkeypatch):

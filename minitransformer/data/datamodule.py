@@ -65,16 +65,30 @@ class TextData(pl.LightningDataModule):
 
     def held_out_text(self, n_tokens: int) -> str:
         """The first tokens of the first held-out document, as text."""
-        first = self.validation.documents.take(slice(0, 1))
-        start = int(first.offset[0]) + 1
-        ids = self.tokens.array[start : start + min(n_tokens, int(first.length[0]))]
-        return self.tokenizer.decode(ids.tolist()).rstrip("\ufffd")  # half a character at the end
+        return "".join(self.held_out(n_tokens)[0])
+
+    def held_out(self, n_tokens: int) -> list[tuple[str, str]]:
+        """The first held-out documents up to `n_tokens` together, the last one cut: (prefix, text) each."""
+        documents, found = self.validation.documents, []
+        for offset, length, prefix in zip(documents.offset, documents.length, documents.prefix, strict=True):
+            ids = self.tokens.array[int(offset) + 1 :][: min(n_tokens, int(length))].tolist()
+            parts = (self.tokenizer.decode(part) for part in (ids[: int(prefix)], ids[int(prefix) :]))
+            found.append(tuple(part.rstrip("\ufffd") if len(ids) < length else part for part in parts))
+            n_tokens -= len(ids) + 1
+            if n_tokens <= 0:
+                break
+        return found
 
     @property
     def efficiency(self) -> float:
         """The part of all places in training rows that hold a token (of a stream: in validation rows)."""
         rows = self.validation_rows if self.steps is None else self.steps.rows(0)[0]
         return float(rows.length.sum() / (len(rows) * self.row_length))
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the text and of the tokenizer: equal ones hold the same."""
+        return {"data": self.fingerprint, "tokenizer": self.tokenizer.fingerprint}
 
     def state_dict(self) -> dict:
         """What the order of rows depends on beside the step, which the trainer counts."""

@@ -136,7 +136,7 @@ def _build(
     building.mkdir()
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
+        console=console, transient=True, disable=not console.is_interactive,
     )  # fmt: skip
     try:
         with bar:

@@ -309,3 +309,8 @@ def cut(text: Iterable[str], size: int = PIECE) -> Iterator[str]:
 
 
 _SAFE = re.compile(r"\S(?= )|[^\W_](?=[\r\n])")
+
+
+def printable(text: str) -> str:
+    """The text with control characters shown as escapes: a model may write any of them."""
+    return "".join(c if c.isprintable() else " " * 4 if c == "\t" else ascii(c)[1:-1] for c in text)

@@ -1,7 +1,6 @@
 """What the command does: write the page, say where, and serve it if asked."""
 
 import contextlib
-import errno
 import threading
 import webbrowser
 from collections.abc import Callable, Iterable
@@ -12,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 from rich.console import Console
 from rich.progress import track
 
-from minitransformer.checkpoint import atomic_write, latest_run, load
+from minitransformer.checkpoint import latest_run, load, write_page
 from minitransformer.lab.config import LabConfig
 from minitransformer.lab.page import example, exhibit, page
 
@@ -38,7 +37,7 @@ def run(config: LabConfig) -> None:
             return [one, example()]
 
     shown = exhibits(config.prompt)
-    out = write(page(shown), beside / "lab.html" if config.out is None else Path(config.out), config.out is None)
+    out = write_page(page(shown), config.out, beside / "lab.html")
     print(f"{out}: {len(shown[0]['tokens'])} tokens, {out.stat().st_size / 2**20:.1f} MB; open it in a browser")
     if config.serve:
 
@@ -57,21 +56,6 @@ def progress(places: range) -> Iterable[int]:
     return track(
         places, "integrated gradients", console=terminal, transient=True, disable=not (places and terminal.is_terminal)
     )
-
-
-def write(text: str, path: Path, elsewhere: bool) -> Path:
-    """Write the page and return where it is: in the working directory if `elsewhere` is allowed and `path` is not."""
-    if path.is_dir():
-        raise ValueError(f"out={path} is a directory; name a file, such as out={path / 'lab.html'}")
-    try:
-        with atomic_write(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        if elsewhere and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            print(f"{path.parent} is read-only; the page goes to the working directory")
-            return write(text, Path("lab.html"), elsewhere=False)
-        raise ValueError(f"cannot write {path}: {error.strerror}") from None
-    return path
 
 
 def serve(server: ThreadingHTTPServer) -> None:

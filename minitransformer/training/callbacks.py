@@ -14,14 +14,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from minitransformer.checkpoint import BEST_FILE, MODEL_FILE, atomic_write, checkpoint_path, checkpoints, save_model
+from minitransformer.checkpoint import (
+    BEST_FILE,
+    MODEL_FILE,
+    atomic_write,
+    checkpoint_path,
+    checkpoints,
+    save_model,
+)
 from minitransformer.data.datamodule import TextData
+from minitransformer.data.tokenizer import printable
 from minitransformer.generation.generate import fitting, stream
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import TrainConfig
 from minitransformer.training.module import LanguageModel
+from minitransformer.training.pictures import attention_picture
 
 HELD_OUT_TOKENS = 24  # of validation text, as the prompt of samples
+PICTURED_TOKENS = 48  # of validation text, in pictures of attention
 
 
 class Interrupted(Exception):
@@ -48,12 +58,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class RunDirectory(pl.Callback):
-    """Before anything else happens, one rank makes the run directory and its logger, and tells the others where it is.
+    """Before anything else happens, one rank makes the run directory and its loggers, and tells the others where it is.
 
-    make: gives the directory. begin: (run) -> the logger, once the directory is there.
+    make: gives the directory. begin: (run) -> the loggers, once the directory is there.
     """
 
-    def __init__(self, make: Callable[[], Path], begin: Callable[[Path], Logger | None]):
+    def __init__(self, make: Callable[[], Path], begin: Callable[[Path], list[Logger]]):
         self.make, self.begin = make, begin
         self.path: Path | None = None
 
@@ -62,8 +72,7 @@ class RunDirectory(pl.Callback):
             return
         path = self.make() if trainer.is_global_zero else None
         self.path = trainer.strategy.broadcast(path)
-        logger = self.begin(self.path) if trainer.is_global_zero else None
-        trainer.loggers = [] if logger is None else [logger]
+        trainer.loggers = self.begin(self.path) if trainer.is_global_zero else []
 
 
 class MovingAverage(EMAWeightAveraging):
@@ -187,12 +196,13 @@ class Checkpointer(pl.Callback):
 
 
 class Sampler(pl.Callback):
-    """Show and keep text from the model as it improves, after a prompt of one's own or the start of held-out text."""
+    """Show and keep text from the model as it improves, after a prompt of one's own or the start of held-out text.
 
-    def __init__(
-        self, directory: RunDirectory, config: TrainConfig, console: Console, model: Transformer, data: TextData
-    ):
-        self.directory, self.config, self.console = directory, config.callbacks, console
+    A picture of its attention over the first held-out tokens is kept beside, where attention has weights (softmax).
+    """
+
+    def __init__(self, config: TrainConfig, console: Console, model: Transformer, data: TextData):
+        self.config, self.console = config.callbacks, console
         held_out = data.held_out_text(min(HELD_OUT_TOKENS, data.row_length // 4))
         self.prompt = held_out if self.config.sample_prompt is None else self.config.sample_prompt
         try:
@@ -200,6 +210,8 @@ class Sampler(pl.Callback):
         except ValueError as error:
             raise ValueError(f"callbacks.sample_prompt: {error}") from None
         self.n_new = min(self.config.sample_tokens, room)
+        tokenizer, length = data.tokenizer, min(PICTURED_TOKENS, data.row_length)
+        self.pictured = [tokenizer.boundary, *tokenizer.encode(data.held_out_text(length))][:length]
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, outputs, batch, batch_idx: int) -> None:
         step = trainer.global_step
@@ -207,20 +219,32 @@ class Sampler(pl.Callback):
             return
         if trainer.is_global_zero:
             with module.paused():
-                assert self.directory.path is not None
-                self.show(module, step, self.directory.path / "samples.txt")
+                module.model.eval()
+                text = self.sample(module, step)
+                png = self.picture(module.model)
+                module.model.train()
+                for logger in trainer.loggers:
+                    logger.log_sample(text, step)
+                    if png is not None:
+                        logger.log_attention(png, step)
 
-    def show(self, module: LanguageModel, step: int, path: Path) -> None:
+    def sample(self, module: LanguageModel, step: int) -> str:
         config, model = self.config, module.model
-        model.eval()
         sampling = dict(temperature=config.sample_temperature, seed=0)
         text = "".join(stream(model, module.tokenizer, self.prompt, self.n_new, **sampling))
-        model.train()
         text = self.prompt + text
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"--- step {step} ---\n{text}\n")
         self.console.print(Text(f"sample after step {step}", style="bold"))
         self.console.print(Text("\n".join("  │ " + printable(line) for line in text.split("\n")), style="cyan"))
+        return text
+
+    @torch.no_grad()
+    def picture(self, model: Transformer) -> bytes | None:
+        if model.config.attention.kind != "softmax":
+            return None
+        tokens = torch.tensor([self.pictured], device=model.embedding.weight.device)
+        with torch.compiler.set_stance("force_eager"):
+            _, weights = model(tokens, return_attention=True)
+        return attention_picture(weights)
 
 
 class RateFinder(pl.Callback):
@@ -282,9 +306,18 @@ class Profiler(pl.Callback):
             self.profiler.stop()
 
 
-def printable(text: str) -> str:
-    """The text with control characters shown as escapes: a model may write any of them."""
-    return "".join(c if c.isprintable() else " " * 4 if c == "\t" else ascii(c)[1:-1] for c in text)
+def progress_line(metrics: dict[str, float], room: float = float("inf")) -> str:
+    """The newest loss, bits per byte of the last validation, speed: as many of them as have room, in characters."""
+    shown = {
+        "train/loss": "loss {:.3f}",
+        "val/bits_per_byte": "{:.3f} bits/byte",
+        "speed/tokens_per_s": "{:,.0f} tokens/s",
+        "speed/mfu": "MFU {:.0%}",
+    }
+    parts = [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
+    while parts and len("  ".join(parts)) > room:
+        parts.pop()
+    return "  ".join(parts)
 
 
 class Bar(pl.Callback):
@@ -296,30 +329,31 @@ class Bar(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.first = trainer.global_step
-        if not self.console.is_terminal or not trainer.is_global_zero:
+        if not self.console.is_interactive or not trainer.is_global_zero:
             return
         self.bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[line]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
             console=self.console,
             refresh_per_second=2,
         )
-        self.task = self.bar.add_task("", total=trainer.max_steps, completed=trainer.global_step, loss="")
+        self.task = self.bar.add_task("", total=trainer.max_steps, completed=trainer.global_step, line="")
         self.bar.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, outputs, batch, batch_idx: int) -> None:
         step = trainer.global_step
         fresh = step % self.log_every == 0 or step == trainer.max_steps
-        line = "loss {train/loss:.3f}  {speed/tokens_per_s:,.0f} tokens/s".format_map(module.metrics) if fresh else ""
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, **({"loss": line} if fresh else {}))
+            room = self.console.width - 2 * len(str(trainer.max_steps)) - 26  # beside the other columns
+            line = {"line": progress_line(module.metrics, room)} if fresh else {}
+            self.bar.update(self.task, completed=step, **line)
         elif fresh and trainer.is_global_zero:
             left = module.seconds / (step - self.first) * (trainer.max_steps - step)
-            self.console.print(f"step {step}/{trainer.max_steps}  {line}  {left:,.0f} s left")
+            self.console.print(f"step {step}/{trainer.max_steps}  {progress_line(module.metrics)}  {left:,.0f} s left")
 
     def on_validation_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         if trainer.is_global_zero:

@@ -237,25 +237,28 @@ class TrainerConfig:
 
 @dataclass
 class LoggerConfig:
-    """No metrics beyond the terminal (`logger=none`), and the base of the others."""
+    """Metrics in `RUN/metrics.jsonl` alone (`logger=none`), and the base of the others, which add to it."""
 
 
-@dataclass
-class CSVConfig(LoggerConfig):
-    """Metrics in `RUN/csv/version_N/metrics.csv`."""
+WANDB_MODES = ("online", "offline", "disabled")
 
 
 @dataclass
 class WandbConfig(LoggerConfig):
-    """Weights & Biases. mode: auto (online with a key, else offline) | online | offline | disabled."""
+    """Weights & Biases.
+
+    mode: auto (online with a key, else offline) | online | offline | disabled.
+    log_model: upload the model at the end, as an artifact with the aliases latest and best.
+    """
 
     project: str = "minitransformer"
     entity: str | None = None
     mode: str = "auto"
     tags: list[str] = field(default_factory=list)
+    log_model: bool = True
 
     def __post_init__(self) -> None:
-        choose("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
+        choose("logger.mode", self.mode, ("auto", *WANDB_MODES))
 
 
 @dataclass
@@ -263,11 +266,12 @@ class CallbacksConfig:
     """What happens beside training, counted in steps; 0 turns a thing off.
 
     checkpoint_every, keep_checkpoints: write the whole state that often (always at the end) and keep the newest.
-    sample_every, sample_tokens, sample_temperature: text shown as the model improves.
+    sample_every, sample_tokens, sample_temperature: text shown as the model improves, and a picture of its attention.
     sample_prompt: what it continues (None: the first words of the held-out text; empty: starts a document).
     progress: the progress bar (in a terminal) or progress lines (elsewhere).
     ema: decay of an exponential moving average of the weights, which is then what is validated and kept as the model
         (Polyak and Juditsky 1992); 0 for none.
+    report: draw the run in `RUN/report.html` when it ends.
     """
 
     checkpoint_every: int = 250
@@ -278,6 +282,7 @@ class CallbacksConfig:
     sample_temperature: float = 0.7
     progress: bool = True
     ema: float = 0.0
+    report: bool = True
 
     def __post_init__(self) -> None:
         for name in ("checkpoint_every", "sample_every", "sample_temperature"):
@@ -310,6 +315,11 @@ class LoRAConfig:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+def choice(kind: type) -> str:
+    """The word for a class of settings: FilesConfig -> files."""
+    return kind.__name__.removesuffix("Config").lower()
 
 
 def time_name() -> str:

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
-from torch import Tensor
+from torch import Tensor, nn
 
 from minitransformer.checkpoint import HEADER, describe
 from minitransformer.data.packing import IGNORE
@@ -31,27 +31,44 @@ except ImportError:  # not on Windows
     resource = None
 
 
+def parts(model: Transformer) -> dict[str, list[nn.Parameter]]:
+    """The parameters by what they belong to: embedding, position, attention, feed_forward, norms, head."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for name, p in model.named_parameters():
+        part = name.split(".")[2 if name.startswith("blocks.") else 0]
+        found.setdefault("norms" if part.endswith("norm") else part, []).append(p)
+    return found
+
+
+def norm_of(tensors: Iterable[Tensor | None]) -> Tensor:
+    """The Euclidean norm of all of them together, of their shards too; None counts as nothing."""
+    norm = torch.nn.utils.get_total_norm([t for t in tensors if t is not None])
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
 class LanguageModel(pl.LightningModule):
     """Trains a `Transformer` on batches that each are one whole optimizer step.
 
     Micro-batches are cut here and not by Lightning, so that the gradient is that of the mean over all target tokens
     of the step, whatever the accumulation, and a Lightning batch is an optimizer step, whatever the epoch.
 
-    n_bytes: UTF-8 bytes of the validation text, for bits per byte.
+    n_bytes: UTF-8 bytes of the validation text, for bits per byte. n_rows: rows of an epoch (None: of a stream).
     """
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, config: TrainConfig, n_bytes: int):
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, config: TrainConfig, n_bytes: int, n_rows: int | None = None
+    ):
         super().__init__()
         self.automatic_optimization = False
         self.model, self.tokenizer, self.config, self.settings = model, tokenizer, config, config.trainer
-        self.n_bytes = n_bytes
+        self.n_bytes, self.n_rows = n_bytes, n_rows
         self.strict_loading = not config.lora.rank  # a checkpoint of adapters leaves out what is frozen
         self.model.checkpoint_gradients(self.settings.gradient_checkpointing, self.settings.checkpoint_blocks)
         if self.settings.compile:
             self.model.compile_blocks()
         self.metrics: dict[str, float] = {}  # what was last logged, for the progress bar and the summary
         self.tokens_seen = self.skipped = self.skipped_in_row = 0
-        self.seconds = 0.0  # spent in optimizer steps since the start of this process
+        self.seconds, self.tokens_here = 0.0, 0  # spent in, and targets of, the steps of this process
         self._mark = time.perf_counter()
         self._window: dict[str, float | Tensor] = {}  # sums over the steps since the last log
 
@@ -121,8 +138,9 @@ class LanguageModel(pl.LightningModule):
         Lightning calls this when gradients have been unscaled.
         """
         parameters = list(self.model.parameters())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        self._norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self._norm = norm_of([p.grad for p in parameters])
+        if self._logs(self.global_step + 1):
+            self._grad_norms = {name: norm_of([p.grad for p in part]) for name, part in parts(self.model).items()}
         if not self._norm.isfinite():
             self.skipped, self.skipped_in_row = self.skipped + 1, self.skipped_in_row + 1
             if (
@@ -134,15 +152,19 @@ class LanguageModel(pl.LightningModule):
         if self.settings.gradient_clip:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.gradient_clip, self._norm)
 
+    def _logs(self, step: int) -> bool:
+        return step % self.settings.log_every == 0 or step == self.settings.max_steps
+
     def _count(self, nats: Tensor, targets: int, factor: float, step: int) -> None:
         """Add a step to the window since the last log; log at every `log_every`-th step."""
         self.tokens_seen += targets
+        self.tokens_here += targets
         window = self._window = self._window or dict(nats=0.0, targets=0, steps=0, seconds=self.seconds)
         if not self.skipped_in_row:
             window["nats"] = nats + window["nats"]
             window["targets"] += targets
         window["steps"] += 1
-        if step % self.settings.log_every and step != self.settings.max_steps:
+        if not self._logs(step):
             return
         loss = float(self.trainer.strategy.reduce(torch.as_tensor(window["nats"], device=self.device), reduce_op="sum"))
         spent = self.seconds + time.perf_counter() - self._mark - window["seconds"]
@@ -156,8 +178,16 @@ class LanguageModel(pl.LightningModule):
             "speed/tokens_per_s": tokens_per_s,
             "speed/step_ms": 1000 * spent / window["steps"],
             "speed/peak_memory_gb": self.peak_memory() / 1e9,
-            "data/tokens": float(self.tokens_seen),
         }
+        for group in self.optimizers().param_groups:
+            metrics[f"optim/lr/{group['name']}"] = group["lr"]
+        norms = {name: norm_of(part).item() for name, part in parts(self.model).items()}
+        metrics["model/norm"] = math.hypot(*norms.values())
+        for name, norm in norms.items():
+            metrics[f"optim/grad_norm/{name}"] = self._grad_norms[name].item()
+            metrics[f"model/norm/{name}"] = norm
+        if self.n_rows is not None:
+            metrics["data/epoch"] = step * self.config.data.batch_size / self.n_rows
         if peak := self.peak_flops():
             flops = flops_per_token(self.model.config, training=True) * tokens_per_s
             metrics["speed/mfu"] = flops / (peak * self.trainer.world_size)
@@ -180,8 +210,9 @@ class LanguageModel(pl.LightningModule):
         return get_available_flops(self.device, dtype)
 
     def log_now(self, metrics: dict[str, float], step: int) -> None:
-        """Hand metrics to the logger at once (`self.log` costs time in every step)."""
+        """Hand metrics and the tokens so far to the loggers at once (`self.log` costs time in every step)."""
         self.metrics.update(metrics)
+        metrics = {"tokens": self.tokens_seen, **metrics}
         for logger in self.loggers:
             logger.log_metrics(metrics, step=step)
 

@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizer(config: AdamWConfig, model: Transformer) -> torch.optim.Optimizer:
-    """The optimizer that `config` names, each parameter in exactly one group, its peak rate in `peak_lr`.
+    """The optimizer that `config` names, each parameter in exactly one group with its `name` and peak rate, `peak_lr`.
 
     Weight decay acts on matrices only. Muon takes the matrices inside the blocks. Tied parameters count once.
 
@@ -106,26 +106,28 @@ def make_optimizer(config: AdamWConfig, model: Transformer) -> torch.optim.Optim
             known = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in parameters))
             raise ValueError(f"optimizer.groups: {group.pattern} matches no parameter; there are {known}")
 
-    def settings_of(name: str, p: Tensor) -> tuple[bool, float, float]:
-        """Is it Muon's, its peak rate, its weight decay."""
-        matrix, rate = False, config.lr
+    def settings_of(name: str, p: Tensor) -> tuple[str, bool, float, float]:
+        """Its group's name, is it Muon's, its peak rate, its weight decay."""
+        of, matrix, rate = "adamw", False, config.lr
         if isinstance(config, MuonConfig):
             matrix = id(p) in hidden
-            rate = config.lr if matrix else config.embedding_lr if p is untied else config.adamw_lr
+            of = "muon" if matrix else "embedding" if p is untied else "adamw"
+            rate = {"muon": config.lr, "embedding": config.embedding_lr, "adamw": config.adamw_lr}[of]
         decay = config.weight_decay if p.ndim >= 2 else 0.0
         for group in config.groups:
             if fnmatch.fnmatchcase(name, group.pattern):
+                of = group.pattern
                 rate = rate if group.lr is None else group.lr
                 decay = decay if group.weight_decay is None else group.weight_decay
                 break
-        return matrix, rate, decay
+        return of, matrix, rate, decay
 
-    found: dict[tuple[bool, float, float], list[Tensor]] = {}
+    found: dict[tuple[str, bool, float, float], list[Tensor]] = {}
     for name, p in parameters.items():
         found.setdefault(settings_of(name, p), []).append(p)
     groups = [
-        dict(params=params, lr=lr, peak_lr=lr, weight_decay=decay, matrix=matrix)
-        for (matrix, lr, decay), params in found.items()
+        dict(params=params, name=name, lr=lr, peak_lr=lr, weight_decay=decay, matrix=matrix)
+        for (name, matrix, lr, decay), params in found.items()
     ]
     settings = dict(lr=config.lr, betas=tuple(config.betas), eps=config.eps)
     if isinstance(config, MuonConfig):

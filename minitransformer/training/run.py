@@ -1,11 +1,11 @@
 """What train.py does, from the typed config to the finished run directory."""
 
-import contextlib
 import json
 import logging
-import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 import warnings
@@ -15,18 +15,24 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from minitransformer import __version__
 from minitransformer.checkpoint import (
     BEST_FILE,
     HEADER,
+    METRICS_FILE,
     MODEL_FILE,
+    REPORT_FILE,
+    SAMPLES_FILE,
     CheckpointError,
+    add_start,
     atomic_write,
     describe,
     latest_run,
@@ -35,6 +41,8 @@ from minitransformer.checkpoint import (
     newest_readable,
     point_latest,
     read_checkpoint,
+    rewind,
+    save_held_out,
 )
 from minitransformer.data.config import PretrainedConfig
 from minitransformer.data.datamodule import TextData
@@ -47,6 +55,7 @@ from minitransformer.training.callbacks import (
     AtomicCheckpointIO,
     Bar,
     Checkpointer,
+    DivergedError,
     Interrupted,
     MovingAverage,
     Profiler,
@@ -54,17 +63,13 @@ from minitransformer.training.callbacks import (
     RunDirectory,
     Sampler,
 )
-from minitransformer.training.config import (
-    CSVConfig,
-    LoRAConfig,
-    MuonConfig,
-    RangeConfig,
-    TrainConfig,
-    WandbConfig,
-    time_name,
-)
+from minitransformer.training.config import LoRAConfig, MuonConfig, RangeConfig, TrainConfig, choice, time_name
+from minitransformer.training.logging import RunLogger, make_loggers
 from minitransformer.training.lora import add_adapters, fingerprint
 from minitransformer.training.module import LanguageModel
+
+REPORTED_TOKENS = 1024  # of held-out text, kept for the report
+KINDS = ("data", "tokenizer", "optimizer", "schedule")  # groups whose choices are classes
 
 
 def train(
@@ -87,7 +92,10 @@ def train(
         DivergedError: losses were not finite any more; the state was saved.
         Interrupted: a signal or the clock stopped it, after the state was saved.
     """
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=rank_zero_only.rank != 0)
+    console = Console(
+        highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=rank_zero_only.rank != 0,
+        force_interactive=None if sys.stdout.isatty() else False,  # FORCE_COLOR may colour a log, no more
+    )  # fmt: skip
     _quiet()
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
@@ -115,7 +123,7 @@ def train(
         del base
     if config.lora.rank:
         add_adapters(model, config.lora)
-    checkpoint = None
+    checkpoint, step = None, 0
     if saved is not None:
         _check_same(saved, describe(model_config, data.tokenizer), run)
         _check_adapters(saved, config, model, run)
@@ -127,23 +135,30 @@ def train(
         checkpoint = saved["path"]
         del saved  # Lightning reads the file again; two copies of all weights need not be held
 
-    module = LanguageModel(model, data.tokenizer, config, data.validation.n_bytes)
+    n_rows = None if data.steps is None else data.steps.n_rows
+    module = LanguageModel(model, data.tokenizer, config, data.validation.n_bytes, n_rows)
     module.configure_optimizers()  # refuses a wrong pattern before work
 
     if config.trainer.find_batch:
         find_batch_size(module, device, precision, data.row_length, console)
         return None
 
-    def begin(run: Path) -> Logger | None:
+    def begin(run: Path) -> list[RunLogger]:
         if checkpoint is None:
             with atomic_write(run / "config.yaml") as file:
                 file.write(OmegaConf.to_yaml(asdict(config)).encode())
             with atomic_write(run / "tokenizer.json") as file:
                 file.write(data.tokenizer.to_json().encode())
+            save_held_out(run, data.held_out(REPORTED_TOKENS))
+        rewind(run, step)
         point_latest(run, Path(config.runs_dir))
-        logger, line = make_logger(config, run)
-        summary(console, config, run, model, data, device, precision, line)
-        return logger
+        about = {"code": code_version(), "fingerprints": data.fingerprints, "parameters": parameter_count(model_config)}
+        loggers, line = make_loggers(config, run, about, console)
+        facts = summary(console, config, run, model, data, device, precision, line)
+        kinds = {name: choice(type(getattr(config, name))) for name in KINDS}
+        start = {"command": command, "max_steps": config.trainer.max_steps, "kinds": kinds}
+        add_start(run, step, start | about | facts)
+        return loggers
 
     directory = RunDirectory(lambda: run or _new_directory(config, sweep_dir), begin)
     trainer = pl.Trainer(
@@ -166,20 +181,30 @@ def train(
         use_distributed_sampler=False,
         default_root_dir=config.runs_dir,
     )
-    start = time.perf_counter()
+    start, code = time.perf_counter(), 1
     try:
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
         if config.trainer.max_steps % config.trainer.val_every:
             trainer.validate(module, data, verbose=False)
+        report(config, directory.path, console)
+        for logger in trainer.loggers:
+            logger.log_results()
+        code = 0
     except Interrupted as stopped:
+        code = stopped.code
         console.print(f"\n{stopped}; everything is in {directory.path}")
         console.print(f"go on with: {command} resume={shlex.quote(str(directory.path))}", style="bold")
+        report(config, directory.path, console)
+        raise
+    except DivergedError:
+        report(config, directory.path, console)
         raise
     finally:
-        _finish(trainer.loggers)
+        for logger in trainer.loggers:
+            logger.close(code)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    _closing(console, directory.path, module, time.perf_counter() - start)
+    closing(console, directory.path, module, time.perf_counter() - start)
     return module.metrics["val/loss"]
 
 
@@ -204,6 +229,17 @@ def _strategy(config: TrainConfig) -> str | Strategy:
     return "auto"
 
 
+def code_version() -> str:
+    """The git commit of this code, with -dirty behind it where files were changed; elsewhere the package's version."""
+    root = Path(__file__).parents[2]
+    if (root / ".git").exists() and shutil.which("git"):
+        describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        found = subprocess.run(describe, capture_output=True, text=True)
+        if found.returncode == 0:
+            return found.stdout.strip()
+    return __version__
+
+
 def _new_directory(config: TrainConfig, sweep_dir: Path | None) -> Path:
     if sweep_dir is None:
         return new_run(Path(config.runs_dir), config.name or time_name())
@@ -219,7 +255,7 @@ def make_callbacks(
     callbacks: list[pl.Callback] = [directory]
     if config.callbacks.progress:
         callbacks.append(Bar(console, config.trainer.log_every))
-    sampler = Sampler(directory, config, console, model, data)  # refuses a wrong prompt before work
+    sampler = Sampler(config, console, model, data)  # refuses a wrong prompt before work
     if config.callbacks.sample_every:
         callbacks.append(sampler)
     if isinstance(config.schedule, RangeConfig):
@@ -320,53 +356,7 @@ def _check_same(saved: dict, now: dict, run: Path) -> None:
         raise ValueError(f"cannot resume {run}: it was trained with another tokenizer or other text")
 
 
-def make_logger(config: TrainConfig, run: Path) -> tuple[Logger | None, str]:
-    """The Lightning logger, and a line that says where metrics go."""
-    if isinstance(config.logger, CSVConfig):
-        logger = CSVLogger(run, name="csv")
-        return logger, f"csv in {logger.log_dir}"
-    if not isinstance(config.logger, WandbConfig):
-        return None, "none"
-    import wandb
-    from lightning.pytorch.loggers import WandbLogger
-
-    mode = config.logger.mode
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
-    name = run.name if config.name is None or run.name == config.name else f"{config.name}-{run.name}"
-    settings = dict(
-        name=name,
-        id=name,
-        resume="allow",
-        project=config.logger.project,
-        entity=config.logger.entity,
-        tags=config.logger.tags,
-        dir=run.absolute(),
-        config=asdict(config),
-        settings=wandb.Settings(silent=True, console="off", init_timeout=30),
-    )
-    try:
-        experiment, why = wandb.init(mode=mode, **settings), ""
-    except (wandb.errors.CommError, wandb.errors.UsageError) as error:
-        mode, why = "offline", f" ({str(error).splitlines()[0]})"
-        experiment = wandb.init(mode=mode, **settings)
-    experiment.define_metric("trainer/global_step")
-    experiment.define_metric("*", step_metric="trainer/global_step")
-    lines = {
-        "online": f"wandb online: {experiment.url if mode == 'online' else ''}",
-        "offline": f"wandb offline{why}; upload with: wandb sync {shlex.quote(str(run))}/wandb/offline-run-*",
-    }
-    return WandbLogger(experiment=experiment), lines.get(mode, f"wandb {mode}")
-
-
-def _finish(loggers: list[Logger]) -> None:
-    for logger in loggers:
-        if hasattr(logger.experiment, "finish"):
-            with contextlib.suppress(Exception):  # the run itself is saved; its upload may fail
-                logger.experiment.finish()
-
-
-def summary(console, config, run, model, data, device, precision, logging_line) -> None:
+def summary(console, config, run, model, data, device, precision, logging_line) -> dict[str, str]:
     """Say what is about to be trained, on what, and where it will lie."""
     model_config = model.config
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -375,7 +365,7 @@ def summary(console, config, run, model, data, device, precision, logging_line) 
     train, held_out = data.train, data.validation
     steps, batch = config.trainer.max_steps, config.data.batch_size
     per_step = batch * data.row_length * data.efficiency
-    kind = type(config.data).__name__.removesuffix("Config").lower()
+    kind = choice(type(config.data))
     optimizer = f"adamw lr {config.optimizer.lr:g}"
     if isinstance(config.optimizer, MuonConfig):
         optimizer = f"muon lr {config.optimizer.lr:g}"
@@ -391,7 +381,7 @@ def summary(console, config, run, model, data, device, precision, logging_line) 
             f"{data.steps.n_rows:,} of {data.row_length} tokens, {data.efficiency:.1%} filled ({config.data.packing})"
         )
         epochs, at_first = f"{steps * batch / data.steps.n_rows:.1f} epochs, ", ""
-    for name, value in {
+    facts = {
         "run": str(run),
         "model": f"{parameter_count(model_config):,} parameters: {model_config.n_layers} layers, "
         f"d_model {model_config.d_model}, {model_config.n_heads} heads, {model_config.position} positions{source}",
@@ -404,22 +394,54 @@ def summary(console, config, run, model, data, device, precision, logging_line) 
         "device": f"{ranks}{device.type} ({hardware}), precision {precision}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         "logging": logging_line,
-    }.items():
+    }
+    for name, value in facts.items():
         console.print(Text.assemble((f"{name:10}", "bold"), value))
+    return facts
 
 
-def _closing(console: Console, run: Path, module: LanguageModel, seconds: float) -> None:
+def report(config: TrainConfig, run: Path, console: Console) -> None:
+    """Draw the run, from its directory alone."""
+    if not config.callbacks.report or rank_zero_only.rank:
+        return
+    try:
+        from minitransformer.report.page import write
+
+        write([run])
+    except Exception as error:  # whatever it is: the model is trained and saved, and more matters than a drawing
+        console.print(f"no report was drawn: {' '.join(str(error).split())}")
+
+
+def closing(console: Console, run: Path, module: LanguageModel, seconds: float) -> None:
+    """Say what came of it and where it lies."""
     metrics = module.metrics
-    console.print()
-    console.print(
-        f"validation loss {metrics['val/loss']:.4f}, {metrics['val/bits_per_byte']:.4f} bits per byte, "
-        f"after {module.tokens_seen:,} tokens in {module.seconds:.0f} s of stepping ({seconds:.0f} s in all)",
-        style="bold green",
-    )
-    console.print(f"  {run / MODEL_FILE}   the model, its config and its tokenizer")
-    console.print(f"  {run / BEST_FILE}   those with the lowest validation loss")
-    samples = f";  {run / 'samples.txt'}   the samples" if (run / "samples.txt").exists() else ""
-    console.print(f"  {run / 'checkpoints'}   to resume from{samples}")
+    numbers = {
+        "validation loss": f"{metrics['val/loss']:.4f} nats per token",
+        "bits per byte": f"{metrics['val/bits_per_byte']:.4f}",
+        "tokens": f"{module.tokens_seen:,}",
+        "time": f"{module.seconds:,.0f} s of stepping, {seconds:,.0f} s in all",
+        "speed": f"{module.tokens_here / module.seconds:,.0f} tokens/s"
+        + ("  MFU {speed/mfu:.0%}".format_map(metrics) if "speed/mfu" in metrics else ""),
+        "peak memory": f"{metrics['speed/peak_memory_gb']:.2f} GB",
+    }
+    files = {
+        MODEL_FILE: "the model, its config and its tokenizer",
+        BEST_FILE: "those with the lowest validation loss",
+        "checkpoints": "to resume from",
+        METRICS_FILE: "all that was measured",
+        SAMPLES_FILE: "the samples",
+        "attention": "pictures of its attention weights",
+        REPORT_FILE: "the run in one page",
+    }
+    table = Table(show_header=False, box=box.ROUNDED)
+    for name, value in numbers.items():
+        table.add_row(Text(name, "bold"), value)
+    table.add_section()
+    for name, what in files.items():
+        if (run / name).exists():
+            table.add_row(Text(name, "bold"), what)
+    console.print(f"\n{run}", style="bold green")
+    console.print(table)
     script = Path(sys.argv[0])
     installed = script.suffix != ".py"
     generate = "minitransformer-generate" if installed else f"python {script.with_name('generate.py')}"

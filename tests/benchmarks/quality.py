@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from minitransformer.checkpoint import latest_run, read_metrics
+
 TRAIN = Path(__file__).parents[2] / "train.py"
 
 
@@ -19,7 +21,9 @@ def measure(name: str, *overrides: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(TRAIN), "logger=none", "callbacks.progress=false", *overrides]
         output = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
-    print(f"{name}: {re.search(r'validation loss .*', output)[0]}", flush=True)
+        last = read_metrics(latest_run(Path(folder, "runs")))[-1]
+    seconds = re.search(r"[\d,]+ s of stepping", output)[0]
+    print("{}: validation loss {val/loss:.4f}, {val/bits_per_byte:.4f} bits per byte, {}".format(name, seconds, **last))
 
 
 def main() -> None:

@@ -82,6 +82,28 @@ def test_held_out_text_is_whole_characters(data):
         assert n - 4 < len(made.held_out_text(n).encode()) <= n
 
 
+def test_held_out_documents_come_with_their_prefixes_up_to_a_number_of_tokens(workdir):
+    documents = [{"q": f"{i}? ä", "text": f"It is {i}, Zoë."} for i in range(50)]
+    for name, some in (("train", documents[:40]), ("val", documents[40:])):
+        (workdir / f"{name}.jsonl").write_text("\n".join(map(json.dumps, some)))
+    config = FilesConfig(files=["train.jsonl"], val_files=["val.jsonl"], prefix_field="q", cache_dir="cache")
+    made = TextData(config, TokenizerConfig("byte"), 16, seed=0)
+    made.prepare(QUIET)
+    whole = [(document["q"], document["text"]) for document in documents[40:]]
+    assert made.held_out(10_000) == whole
+    sizes = [len((q + text).encode()) for q, text in whole]
+    for n in range(1, 60):
+        found = made.held_out(n)
+        assert len(found) == sum(sum(sizes[:k]) + k < n for k in range(len(whole)))
+        assert found[:-1] == whole[: len(found) - 1]
+        (q, text), last = found[-1], whole[len(found) - 1]
+        assert last[0].startswith(q)
+        assert last[1].startswith(text)
+        assert q == last[0] or not text
+        left = n - sum(sizes[: len(found) - 1]) - len(found) + 1
+        assert len((q + text).encode()) in (min(left, sizes[len(found) - 1]), left - 1)
+
+
 # Streaming ---------------------------------------------------------------------------------------------------------
 
 

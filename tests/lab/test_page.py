@@ -1,7 +1,6 @@
 """What the page is made of, without a browser; and the command that writes it."""
 
 import base64
-import ctypes
 import json
 import os
 import re
@@ -30,7 +29,7 @@ from minitransformer.lab.page import (
     visible,
 )
 from minitransformer.model.config import ModelConfig
-from tests.conftest import ROOT, sentences
+from tests.conftest import ROOT, as_a_user_without_rights, sentences
 from tests.model.models import make
 
 BYTES = Tokenizer.bytes()
@@ -211,24 +210,6 @@ def test_linear_attention_shows_all_but_the_softmax(command, workdir):
     assert one["linear"]
     assert "Linear attention (elu) has no softmax" in one["notes"]["project"]
     assert {"rollout", "measures", "lens", "explained"} <= set(one)
-
-
-def as_a_user_without_rights(job):
-    """Run `job` in a thread that gave up its capabilities, so that file modes hold even for root."""
-    errors = []
-
-    def work():
-        header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-        assert ctypes.CDLL(None, use_errno=True).capset(header, none) == 0
-        try:
-            job()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return errors
 
 
 def test_a_read_only_run_directory(run_dir, workdir, capsys):

@@ -1,14 +1,20 @@
 """What is drawn and what is written beside training."""
 
+import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
-from minitransformer.training.callbacks import Bar, printable, steepest
+from minitransformer.data.tokenizer import printable
+from minitransformer.training.callbacks import Bar, steepest
+from tests.conftest import ROOT, SMALL
 
 
 @pytest.mark.parametrize("end", ["on_train_end", "on_exception"])
@@ -36,6 +42,67 @@ def test_elsewhere_there_are_lines_without_control_characters():
     for trainer.global_step in (1, 2):
         bar.on_train_batch_end(trainer, module, None, None, 0)
     assert file.getvalue() == "step 2/10  loss 2.500  1,234 tokens/s  16 s left\n"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_the_bar_fits_its_terminal(width):
+    """Whole words in one line, the more the wider."""
+    file = io.StringIO()
+    bar = Bar(Console(file=file, force_terminal=True, width=width, color_system=None), log_every=1)
+    trainer = SimpleNamespace(is_global_zero=True, max_steps=1000, global_step=0)
+    metrics = {"train/loss": 2.5, "val/bits_per_byte": 1.57, "speed/tokens_per_s": 17583.0, "speed/mfu": 0.314}
+    module = SimpleNamespace(metrics=metrics, seconds=1.0)
+    bar.on_train_start(trainer, module)
+    trainer.global_step = 300
+    bar.on_train_batch_end(trainer, module, None, None, 0)
+    bar.on_train_end(trainer, module)
+    line = file.getvalue().rstrip("\n\x1b[?25h").split("\x1b[2K")[-1]
+    assert len(line) <= width
+    shown = ["loss 2.500", "1.570 bits/byte", "17,583 tokens/s", "MFU 31%"]
+    room = {20: 0, 40: 0, 60: 1, 80: 3, 120: 4}[width]
+    assert [text for text in shown if text in line] == shown[:room]
+    assert "…" not in line or width == 20
+
+
+def test_a_log_has_no_control_characters_even_in_colour(command, monkeypatch):
+    """FORCE_COLOR, which CI services set, gives colours and no moving cursor."""
+    text = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300", *SMALL]
+    plain = command("train", *text, "name=plain")
+    assert plain.code == 0, plain.err
+    assert not set(plain.out) & {"\x1b", "\r", "\x08"}
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = command("train", *text, "tokenizer.vocab_size=301", "name=color")  # another one, made anew
+    assert "tokenising" in coloured.out
+    assert "\x1b[1m" in coloured.out
+    assert set(re.findall(r"\x1b\[[^a-zA-Z]*([a-zA-Z])", coloured.out)) == {"m"}
+    assert "\r" not in coloured.out
+
+
+def test_a_terminal_has_a_bar_and_no_colour_if_asked(workdir):
+    """In a pseudo-terminal, with NO_COLOR."""
+    ours, theirs = os.openpty()
+    command = [
+        sys.executable,
+        ROOT / "train.py",
+        "data=text",
+        "data.files=[book.txt]",
+        "tokenizer.vocab_size=300",
+        *SMALL,
+    ]
+    environment = os.environ | {"NO_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "100"}
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    out = b""
+    with contextlib.suppress(OSError):  # the other side is closed
+        while part := os.read(ours, 65536):
+            out += part
+    os.close(ours)
+    assert process.wait() == 0, out
+    assert b"\x1b[?25l" in out
+    assert b"\x1b[?25h" in out
+    assert re.search(rb"\r\x1b\[2Kstep 6/6 \S+ +loss [\d.]+  [\d.]+ bits/byte", out), out
+    assert not re.search(rb"\x1b\[[\d;]*\b[349]\d", out)
+    assert "╭".encode() in out
 
 
 def test_control_characters_of_a_sample_are_shown():

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from minitransformer.checkpoint import checkpoints, read_checkpoint
 from tests.conftest import ROOT, SMALL
-from tests.training.test_training import TEXT, same, weights
+from tests.training.test_training import TEXT, metrics, same, weights
 
 KILLS = 20
 
@@ -44,7 +44,7 @@ def test_a_run_killed_twenty_times_ends_bit_identical(workdir):
         text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     small = [s for s in SMALL if not s.startswith(("callbacks.sample", "callbacks.check"))]
-    settings = [str(ROOT / "train.py"), *TEXT[:-1], *small, "trainer.max_steps=100", "callbacks.sample_every=0"]
+    settings = [str(ROOT / "train.py"), *TEXT, *small, "trainer.max_steps=100", "callbacks.sample_every=0"]
     settings += [
         "callbacks.checkpoint_every=1",
         "callbacks.progress=false",
@@ -80,3 +80,4 @@ def test_a_run_killed_twenty_times_ends_bit_identical(workdir):
     assert len(set(steps)) > KILLS / 3, steps  # at many moments
     for run in runs:
         same(weights(workdir / "runs" / "whole"), weights(run))
+        assert metrics(run) == metrics(workdir / "runs" / "whole")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minitransformer.checkpoint import checkpoints, load, read_checkpoint
+from minitransformer.checkpoint import checkpoints, load, read_checkpoint, read_metrics
 from minitransformer.training.module import LanguageModel
 from tests.conftest import SMALL, sentences
 
-TEXT = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300", "logger=csv"]
+TEXT = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300"]
 
 
 def weights(run):
@@ -24,24 +24,21 @@ def weights(run):
 
 
 def metrics(run) -> dict[str, list[tuple[int, float]]]:
-    """Every metric of every csv file of a run as (step, value), leaving out those that measure time."""
+    """Every metric of a run as (step, value), leaving out those that measure time."""
     found: dict[str, list[tuple[int, float]]] = {}
-    for file in sorted(run.glob("csv/*/metrics.csv")):
-        head, *lines = [line.split(",") for line in file.read_text().splitlines()]
-        for line in lines:
-            row = dict(zip(head, line, strict=True))
-            for name, value in row.items():
-                if value and name != "step" and not name.startswith("speed/"):
-                    found.setdefault(name, []).append((int(row["step"]), float(value)))
+    for moment in read_metrics(run):
+        step = moment.pop("step")
+        for name, value in moment.items():
+            if not name.startswith("speed/"):
+                found.setdefault(name, []).append((step, math.nan if value is None else value))
     return found
 
 
 @pytest.fixture
 def train(command, workdir):
     def run(name, *overrides):
-        small = [s for s in SMALL if s != "logger=none"]
         text = [s for s in TEXT if "data=hub" not in overrides or not s.startswith("data")]
-        result = command("train", *text, *small, f"name={name}", *overrides)
+        result = command("train", *text, *SMALL, f"name={name}", *overrides)
         assert result.code == 0, result.err
         return workdir / "runs" / name
 
@@ -89,14 +86,10 @@ def test_a_resumed_run_is_bit_identical(train, workdir, settings):
         for path in checkpoints(stopped):
             if path.name > f"step-{step:08d}.ckpt":
                 path.unlink()
-        for file in stopped.glob("csv/*/metrics.csv"):  # what had been logged by then
-            head, *lines = file.read_text().splitlines()
-            column = head.split(",").index("step")
-            kept = [line for line in lines if int(line.split(",")[column]) <= step]
-            file.write_text("\n".join([head, *kept]) + "\n")
         train(f"stopped{step}", *settings, "resume=auto")
         same(weights(whole), weights(stopped))
         assert metrics(stopped) == metrics(whole)
+        assert (stopped / "samples.txt").read_bytes() == (whole / "samples.txt").read_bytes()
         one, other = (read_checkpoint(checkpoints(run)[-1]) for run in (whole, stopped))
         for a, b in zip(
             one["optimizer_states"][0]["state"].values(), other["optimizer_states"][0]["state"].values(), strict=True
@@ -192,7 +185,7 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(train, command, workdir,
     import os
 
     run = train("mine", "trainer.max_steps=2")
-    before = sorted(p.name for p in run.rglob("*") if p.is_file() and "csv" not in p.parts)
+    before = sorted(p.name for p in run.rglob("*") if p.is_file())
     model = (run / "model.safetensors").read_bytes()
 
     def full(fd):
@@ -204,13 +197,14 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(train, command, workdir,
     assert result.code == 1
     assert "no space left on the disk for runs/mine/checkpoints/step-00000004.ckpt" in result.err
     assert len(result.err.splitlines()) == 1
-    assert sorted(p.name for p in run.rglob("*") if p.is_file() and "csv" not in p.parts) == before
+    assert sorted(p.name for p in run.rglob("*") if p.is_file()) == before
     assert (run / "model.safetensors").read_bytes() == model
 
 
 def test_a_run_directory_explains_itself(trained, command):
     assert sorted(p.name for p in trained.iterdir()) == [
-        "best.safetensors", "checkpoints", "config.yaml", "model.safetensors", "samples.txt", "tokenizer.json"
+        "attention", "best.safetensors", "checkpoints", "config.yaml", "held_out.json", "metrics.jsonl",
+        "model.safetensors", "samples.txt", "starts.jsonl", "tokenizer.json",
     ]  # fmt: skip
     assert [p.name for p in checkpoints(trained)] == ["step-00000002.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
     assert (trained.parent / "latest").resolve() == trained
@@ -231,8 +225,8 @@ def test_a_step_counts_every_target_once(train, workdir):
     found = metrics(run)
     assert [step for step, _ in found["val/loss"]] == [3, 6, 7]
     assert [step for step, _ in found["train/loss"]] == [2, 4, 6, 7]
-    assert found["data/tokens"][-1][1] <= 7 * 4 * 32
-    assert found["data/tokens"][-1][1] > 0.9 * 7 * 4 * 32
+    assert found["tokens"][-1][1] <= 7 * 4 * 32
+    assert found["tokens"][-1][1] > 0.9 * 7 * 4 * 32
 
 
 @pytest.mark.parametrize("precision", ["auto", "32", "bf16-mixed", "bf16-true"])

@@ -1,0 +1,145 @@
+"""What a run directory says of a run, without its model."""
+
+import sys
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from minitransformer.checkpoint import METRICS_FILE, CheckpointError, read_metrics, read_samples, read_starts
+from minitransformer.cli import SCHEMAS, compose
+from minitransformer.training.config import choice
+
+OWN = ("name", "resume", "runs_dir")  # settings that say nothing about the result
+
+
+@dataclass
+class Record:
+    """metrics: one dict for each logged step, in order. settings: dotted names and values. starts: see `add_start`."""
+
+    path: Path
+    settings: dict[str, Any]
+    metrics: list[dict[str, float]]
+    samples: list[tuple[int, str]]
+    starts: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, run: Path) -> "Record":
+        """Raises CheckpointError when `run` is no run directory, is damaged, or nothing was logged there."""
+        if not run.exists():
+            raise CheckpointError(f"runs={run} does not exist (looked in {Path.cwd()})")
+        if not (run / "config.yaml").is_file():
+            why = "it has no config.yaml" if run.is_dir() else "it is a file"
+            raise CheckpointError(f"runs={run} is not a run: {why}")
+        try:
+            settings = flat(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")))
+        except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{run / 'config.yaml'} cannot be read: {str(error).splitlines()[0]}") from None
+        moments: dict[int, dict[str, float]] = {}  # training and validation log the same step apart
+        for line in read_metrics(run):
+            moments.setdefault(line["step"], {}).update({k: v for k, v in line.items() if v is not None})
+        if not moments:
+            raise CheckpointError(
+                f"{run / METRICS_FILE} holds no metrics: the run stopped before its first log, or is of a version that "
+                "kept none; resume it to get some"
+            )
+        return cls(run, settings, [moments[step] for step in sorted(moments)], read_samples(run), read_starts(run))
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    def curve(self, metric: str, over: str = "step") -> tuple[np.ndarray, np.ndarray]:
+        """(n,) steps or tokens, and what was logged at each."""
+        points = [(moment[over], moment[metric]) for moment in self.metrics if metric in moment and over in moment]
+        x, y = zip(*points, strict=True) if points else ((), ())
+        return np.array(x, float), np.array(y, float)
+
+    def last(self, metric: str) -> float | None:
+        return next((moment[metric] for moment in reversed(self.metrics) if metric in moment), None)
+
+    def most(self, metric: str) -> float | None:
+        return max((moment[metric] for moment in self.metrics if metric in moment), default=None)
+
+    @property
+    def steps(self) -> int:
+        return int(self.metrics[-1]["step"])
+
+    @cached_property
+    def seconds(self) -> float:
+        """Spent in optimizer steps: validation, samples and checkpoints are not counted."""
+        steps, milliseconds = self.curve("speed/step_ms")
+        return float((np.diff(steps, prepend=0) * milliseconds).sum() / 1000)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over the whole run."""
+        tokens = self.last("tokens")
+        return tokens / self.seconds if tokens and self.seconds else None
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """What was chosen for the groups whose choices are classes: {"optimizer": "muon", ...}."""
+        return self.starts[0].get("kinds", {}) if self.starts else {}
+
+    @cached_property
+    def changed(self) -> list[tuple[str, Any, Any]]:
+        """(setting, value, default) where `python train.py` alone has another value.
+
+        Where it has another kind, such as another optimizer, that is named, and the defaults are those of the kind.
+        """
+        default = compose("train")
+        known = flat(OmegaConf.to_container(default, resolve=True))
+        schemas = {choice(schema): schema for schema in SCHEMAS.values()}
+        found = []
+        for group, kind in self.kinds.items():
+            usual = choice(OmegaConf.get_type(default[group]))
+            if kind != usual:
+                found.append((group, kind, usual))
+                known |= {f"{group}.{f.name}": default_of(f) for f in fields(schemas[kind])}
+        for name, value in self.settings.items():
+            if name not in OWN and not name.startswith("logger") and value != known.get(name, MISSING):
+                found.append((name, value, known.get(name, MISSING)))
+        return found
+
+
+def read_all(paths: list[Path]) -> list[Record]:
+    """The runs at `paths`, each once; a folder of runs, such as a sweep's, stands for all in it that logged anything.
+
+    Raises:
+        CheckpointError: there is no run, or one that was named logged nothing.
+    """
+    found: dict[Path, Record] = {}
+    for path in paths:
+        inside = sorted(file.parent for file in path.glob("*/config.yaml"))
+        alone = (path / "config.yaml").exists() or not inside
+        for run in [path] if alone else inside:
+            try:
+                found.setdefault(run.resolve(), Record.read(run))
+            except CheckpointError as error:
+                if alone:
+                    raise
+                print(f"{error}; passed over", file=sys.stderr)
+    if not found:
+        raise CheckpointError(f"no run with metrics in {', '.join(map(str, paths))}")
+    return list(found.values())
+
+
+def default_of(setting: Field) -> Any:
+    """As a config file would hold it."""
+    made = setting.default_factory() if setting.default is MISSING else setting.default
+    return list(made) if isinstance(made, tuple) else made
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names and values of all settings."""
+    found = {}
+    for name, value in config.items():
+        inside = isinstance(value, dict) and value
+        found |= flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
+    return found
