@@ -187,7 +187,7 @@ def train(
         if config.trainer.max_steps % config.trainer.val_every:
             trainer.validate(module, data, verbose=False)
         report(config, directory.path, console)
-        for logger in trainer.loggers:
+        for logger in trainer.loggers:  # they take what lies in the run directory by now
             logger.log_results()
         code = 0
     except Interrupted as stopped:

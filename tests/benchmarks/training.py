@@ -31,7 +31,7 @@ from minitransformer.model.cost import activation_bytes
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.callbacks import Bar
 from minitransformer.training.config import AdamWConfig, ConstantConfig, TrainConfig, TrainerConfig
-from minitransformer.training.logging import MetricsFile
+from minitransformer.training.logging import RunFiles
 from minitransformer.training.module import LanguageModel
 
 SHAPES = {
@@ -165,7 +165,7 @@ def loop() -> None:
         ours = our_step(module_of(config))
         with tempfile.TemporaryDirectory() as folder, open(Path(folder, "bar"), "w") as file:
             trainer = pl.Trainer(
-                accelerator="cpu", max_epochs=-1, max_steps=10**9, logger=MetricsFile(Path(folder)), barebones=False,
+                accelerator="cpu", max_epochs=-1, max_steps=10**9, logger=RunFiles(Path(folder)), barebones=False,
                 callbacks=[Bar(Console(force_terminal=True, file=file), 10)],
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             )  # fmt: skip
