@@ -211,7 +211,7 @@ class Sampler(pl.Callback):
             raise ValueError(f"callbacks.sample_prompt: {error}") from None
         self.n_new = min(self.config.sample_tokens, room)
         tokenizer, length = data.tokenizer, min(PICTURED_TOKENS, data.row_length)
-        self.pictured = [tokenizer.boundary, *tokenizer.encode(data.held_out_text(length))][:length]
+        self.pictured = [tokenizer.start, *tokenizer.encode(data.held_out_text(length))][:length]
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, outputs, batch, batch_idx: int) -> None:
         step = trainer.global_step
