@@ -13,6 +13,7 @@ from typing import Any, get_origin
 
 from minitransformer.convert.config import ConvertConfig
 from minitransformer.data import config as data
+from minitransformer.evaluation.config import EvaluateConfig
 from minitransformer.generation.config import GenerateConfig
 from minitransformer.lab.config import LabConfig
 from minitransformer.report.config import ReportConfig
@@ -25,6 +26,7 @@ SCHEMAS = {
     "lab": LabConfig,
     "convert": ConvertConfig,
     "report": ReportConfig,
+    "evaluate": EvaluateConfig,
     "data_stdlib": data.StdlibConfig,
     "data_files": data.FilesConfig,
     "data_hub": data.HubConfig,
@@ -73,6 +75,16 @@ EXAMPLES = {
   {command} runs/mine out=mine.html      another, to another file
   {command} runs/mine runs/other         two runs compared
   {command} runs/seeds                   all runs of a sweep""",
+    "explain": """\
+  {command}                                            the default run
+  {command} model=gpt2 data.batch_size=64 gpu=h100     a larger one on a GPU
+  {command} experiment=gpt2_124m trainer.devices=8 gpu=a100-80gb
+  {command} model=small throughput=25000 output=json   at a speed that was measured""",
+    "evaluate": """\
+  {command}                                   the newest run, on the text that it held out
+  {command} checkpoint=runs/NAME data=text data.files=[book.txt]
+  {command} data=jsonl data.files=[a.jsonl] stride=64 output=json
+  {command} data=text data.files=[book.txt] by_position=true length=4x plot=losses.png""",
 }
 
 
@@ -96,8 +108,7 @@ def train() -> None:
         # To resume, a run is named by its directory: an earlier `resume` or `name` would contradict it.
         kept = [o for o in hydra.overrides.task if not o.startswith(("resume=", "name="))]
         try:
-            given = [o.lstrip("+~").split("=")[0] for o in hydra.overrides.task]
-            return run(config, shlex.join([*_command(), *kept]), sweep_dir, given)
+            return run(config, shlex.join([*_command(), *kept]), sweep_dir, _given(hydra))
         except Interrupted as stopped:
             sys.exit(stopped.code)
 
@@ -155,6 +166,50 @@ def report() -> None:
     _main("report", job)
 
 
+def evaluate() -> None:
+    """The command `python -m minitransformer.evaluate`."""
+
+    def job(config: EvaluateConfig, hydra: Any) -> None:
+        from minitransformer.evaluation.run import run
+
+        run(config)
+
+    _main("evaluate", job)
+
+
+def explain() -> None:
+    """The command `python -m minitransformer.explain`."""
+
+    def job(config: training.ExplainConfig, hydra: Any) -> None:
+        from minitransformer.explain import run
+
+        run(config, _given(hydra))
+
+    _main("explain", job)
+
+
+def harness() -> None:
+    """The command `python -m minitransformer.harness`: lm_eval's own command line, with models of this package."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+
+        import minitransformer.evaluation.harness  # noqa: F401  registers the model
+    except ModuleNotFoundError as error:
+        missing = (error.name or "lm_eval").partition(".")[0]
+        sys.exit(f"error: {missing} is not installed; pip install 'minitransformer[eval]'")
+    if {"-t", "--tasks"} & set(sys.argv) and not {"-M", "--model", "ls", "validate"} & set(sys.argv):
+        sys.argv += ["--model", "minitransformer"]
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        sys.exit(f"error: {one_line(error, 'harness')}")
+
+
+def _given(hydra: Any) -> list[str]:
+    """Names of the settings on the command line."""
+    return [override.lstrip("+~").split("=")[0] for override in hydra.overrides.task]
+
+
 def _command() -> list[str]:
     """How this command was started: train.py, an installed name, or a module of the package."""
     script = Path(sys.argv[0])
@@ -173,7 +228,7 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    _register_schemas()
+    _register_schemas(name)
     OmegaConf.register_new_resolver(
         "run_name", lambda given: given or training.time_name(), use_cache=True, replace=True
     )
@@ -200,18 +255,19 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
         if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
-        if (line := explain(error, name)) is None:
+        if (line := one_line(error, name)) is None:
             raise error
         print(f"error: {line}", file=sys.stderr)
     if failures:
         sys.exit(1)
 
 
-def _register_schemas() -> None:
+def _register_schemas(name: str) -> None:
+    """Tell Hydra of the dataclasses; for the command `explain`, of train.yaml with a few settings more."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    for schema, kind in SCHEMAS.items():
+    for schema, kind in (SCHEMAS | ({"train": training.ExplainConfig} if name == "explain" else {})).items():
         node = OmegaConf.structured(kind)
         for field in fields(kind):
             if get_origin(field.type) is dict:  # such as logit_bias, whose keys are the user's
@@ -254,7 +310,7 @@ def refuse_unknown(config: Any, name: str, prefix: str = "") -> None:
             refuse_unknown(node, name, f"{prefix}{key}.")
 
 
-def explain(error: Exception, name: str) -> str | None:
+def one_line(error: Exception, name: str) -> str | None:
     """One line for a mistake of the user's; None for a fault of ours, which deserves its traceback."""
     from hydra.errors import HydraException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
@@ -297,7 +353,7 @@ def compose(name: str, overrides: list[str] | None = None) -> Any:
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
-    _register_schemas()
+    _register_schemas(name)
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(config_dir().absolute()), version_base="1.3"):
         return hydra.compose(name, overrides)

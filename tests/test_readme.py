@@ -35,6 +35,12 @@ def files(workdir):
 
     pyarrow.parquet.write_table(pyarrow.table({"text": [sentences(5, seed=i) for i in range(60)]}), "table.parquet")
     (workdir / "prompts.txt").write_text("Ann \nBob \n")
+    (workdir / "tasks").mkdir()
+    (workdir / "tasks" / "mine.yaml").write_text(
+        "task: mine\ndataset_path: json\ndataset_kwargs: {data_files: {test: chats.jsonl}}\ntest_split: test\n"
+        "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{content}}'\n"
+        "metric_list: [{metric: word_perplexity}]\n"
+    )
     hub = workdir / "roneneldan" / "TinyStories"  # a local folder takes the place of the hub's
     hub.mkdir(parents=True)
     (hub / "train.jsonl").write_text("\n".join(json.dumps({"text": sentences(5, seed=i)}) for i in range(60)))

@@ -2,6 +2,7 @@
 
 import difflib
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from minitransformer.model.config import at_least, choose
 
@@ -27,7 +28,10 @@ class DataConfig:
     cache_dir: where tokenised documents are kept (None: `minitransformer` in the user's cache folder).
     limit_rows: train on the first so many rows alone, to see whether a model can learn them by heart (None: all).
     allow_changed: resume although the data are no longer those that the checkpoint was trained on.
+    sample_prompt: what samples continue unless callbacks.sample_prompt says it (None: the start of held-out text).
     """
+
+    sample_prompt: ClassVar[str | None] = None
 
     batch_size: int = 8
     row_length: int | None = None
@@ -55,6 +59,8 @@ class DataConfig:
 @dataclass
 class StdlibConfig(DataConfig):
     """The standard library of the running interpreter, one .py file a document."""
+
+    sample_prompt: ClassVar[str | None] = "def"
 
 
 @dataclass

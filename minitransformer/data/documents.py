@@ -141,11 +141,11 @@ def _files_corpus(config: FilesConfig) -> Corpus:
         if val_files:
             for held_out, paths in ((False, files), (True, val_files)):
                 for path in paths:
-                    for document in _file_documents(path, config):
+                    for document in file_documents(path, config):
                         document.held_out = held_out
                         yield document
         else:
-            documents = (document for path in files for document in _file_documents(path, config))
+            documents = (document for path in files for document in file_documents(path, config))
             yield from _split(documents, config, "tail" if single else "hash")
 
     way = [config.documents, config.text_field, config.prefix_field]
@@ -154,7 +154,8 @@ def _files_corpus(config: FilesConfig) -> Corpus:
     return Corpus(", ".join(config.files), fingerprint, read, boms)
 
 
-def _file_documents(path: Path, config: FilesConfig) -> Iterator[Document]:
+def file_documents(path: Path, config: FilesConfig) -> Iterator[Document]:
+    """The documents of one file, as `config` cuts them."""
     if kind(path) in TABLES:
         for text, *prefix in table_rows(path, _fields(config)):
             yield Document([text], *prefix)

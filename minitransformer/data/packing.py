@@ -78,6 +78,25 @@ def cut(documents: Documents, row_length: int) -> Rows:
     return Rows(start, length.astype(np.int32), ignored.astype(np.int32), np.arange(len(start) + 1))
 
 
+def slide(documents: Documents, row_length: int, stride: int) -> Rows:
+    """Windows of at most `row_length` targets over each document, each a row that counts what none before it counts.
+
+    They begin `stride` apart, but the last ends with its document: whatever is not in a first window has at least
+    `row_length - stride` tokens before it. Every token after the prefix, and the end token, counts exactly once.
+    """
+    targets = documents.length + 1
+    windows = 1 + np.maximum(0, -(-(targets - row_length) // stride))
+    document = np.repeat(np.arange(len(targets)), windows)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(windows) - windows, windows)
+    length = np.minimum(targets, row_length)[document]
+    begin = np.minimum(number * stride, targets[document] - length)
+    counted = np.where(number, (number - 1) * stride + row_length, 0)  # by the windows before
+    ignored = np.clip(np.maximum(counted, documents.prefix[document]) - begin, 0, length)
+    kept = ignored < length
+    start, length, ignored = (x[kept] for x in (documents.offset[document] + begin, length, ignored))
+    return Rows(start, length.astype(np.int32), ignored.astype(np.int32), np.arange(len(start) + 1))
+
+
 def pack(documents: Documents, row_length: int, how: str = "best_fit", turn: int = 0) -> Rows:
     """Rows of at most `row_length` targets.
 

@@ -50,9 +50,10 @@ class LinearAttention(MultiHeadAttention):
             visibility = Visibility.of_rows(x)
         q, k, v = self.project(x, None if position is None else visibility.rotation(position))
         k, v = repeat_heads(k, self.n_heads), repeat_heads(v, self.n_heads)
-        q, k, v = self.features(q), self.features(k), v.float()
         state = None if cache is None else cache.states[layer]
-        output, state = causal_linear_attention(q, k, v, visibility.query_positions, state)
+        with torch.autocast(x.device.type, enabled=False):  # which would cast the products
+            q, k, v = self.features(q), self.features(k), v.float()
+            output, state = causal_linear_attention(q, k, v, visibility.query_positions, state)
         if cache is not None:
             cache.states[layer] = state
         weights = None

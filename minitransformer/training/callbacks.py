@@ -203,8 +203,9 @@ class Sampler(pl.Callback):
 
     def __init__(self, config: TrainConfig, console: Console, model: Transformer, data: TextData):
         self.config, self.console = config.callbacks, console
+        prompts = (self.config.sample_prompt, data.config.sample_prompt)
         held_out = data.held_out_text(min(HELD_OUT_TOKENS, data.row_length // 4))
-        self.prompt = held_out if self.config.sample_prompt is None else self.config.sample_prompt
+        self.prompt = next((prompt for prompt in prompts if prompt is not None), held_out)
         try:
             room = fitting(model, len(data.tokenizer.encode(self.prompt)) + 1, None)
         except ValueError as error:

@@ -2,11 +2,13 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from minitransformer.data.config import DataConfig, TokenizerConfig
+from minitransformer.data.config import DataConfig, PretrainedConfig, TokenizerConfig
+from minitransformer.generation.config import OUTPUTS
 from minitransformer.model.config import ModelConfig, at_least, choose, fraction
 
 
@@ -267,7 +269,8 @@ class CallbacksConfig:
 
     checkpoint_every, keep_checkpoints: write the whole state that often (always at the end) and keep the newest.
     sample_every, sample_tokens, sample_temperature: text shown as the model improves, and a picture of its attention.
-    sample_prompt: what it continues (None: the first words of the held-out text; empty: starts a document).
+    sample_prompt: what it continues (None: what the data say, else the first words of the held-out text; empty: starts
+        a document).
     progress: the progress bar (in a terminal) or progress lines (elsewhere).
     ema: decay of an exponential moving average of the weights, which is then what is validated and kept as the model
         (Polyak and Juditsky 1992); 0 for none.
@@ -375,3 +378,53 @@ class TrainConfig:
             raise ValueError(
                 "trainer.strategy=fsdp cannot go with callbacks.sample_every or callbacks.ema; set them to 0"
             )
+
+
+HARMLESS = ("dropout", "attention.kernel")  # settings of the model that may differ from those of `init_from`
+
+
+def inherit(config: TrainConfig, base: ModelConfig, given: Sequence[str]) -> TrainConfig:
+    """The config with the model of `init_from`, and its tokenizer.
+
+    given: names of the settings that the user gave.
+
+    Raises:
+        ValueError: one of these contradicts the model.
+    """
+    named = f"init_from={config.init_from}"
+    asked, has = config.model.flat(), base.flat()
+    for name in given:
+        group, _, setting = name.partition(".")
+        if name in ("model", "experiment") or group == "tokenizer":
+            raise ValueError(f"{name} cannot go with {named}, which has its own model and tokenizer; leave it out")
+        if group == "model" and setting not in HARMLESS and asked.get(setting) != has.get(setting, setting):
+            here, there = asked.get(setting, "..."), has.get(setting, "another")
+            raise ValueError(f"{name}={here} contradicts {named}, which has {there}; leave it out")
+    kernel = config.model.attention.kernel if "model.attention.kernel" in given else base.attention.kernel
+    dropout = config.model.dropout if "model.dropout" in given else base.dropout
+    model = replace(base, dropout=dropout, attention=replace(base.attention, kernel=kernel))
+    return replace(config, model=model, tokenizer=PretrainedConfig(name=config.init_from))
+
+
+@dataclass
+class ExplainConfig(TrainConfig):
+    """The whole config of `python -m minitransformer.explain`: that of train.py, and
+
+    gpu: one device of the table, to plan for (None: what trainer.device says, on this machine).
+    throughput: tokens a second, as measured (None: from what the devices can do at most, and `mfu`).
+    mfu: the part of a device's peak that training reaches (model FLOPs utilisation, Chowdhery et al. 2022).
+    output: text or json.
+    """
+
+    gpu: str | None = None
+    throughput: float | None = None
+    mfu: float = 0.4
+    output: str = "text"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.throughput is not None:
+            positive("throughput", self.throughput)
+        if not 0 < self.mfu <= 1:
+            raise ValueError(f"mfu={self.mfu} is out of range; it must be above 0 and at most 1")
+        choose("output", self.output, OUTPUTS)

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.data.packing import IGNORE
-
-CHUNK = 2**22  # logits at once, as long as they make rows enough for a fast product
-LEAST_ROWS = 256
+from minitransformer.model.cost import LEAST_ROWS, LOGITS
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -23,7 +21,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_w = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
         loss, objective = torch.zeros(2, dtype=exact, device=x.device).unbind()
-        rows = max(LEAST_ROWS, CHUNK // len(weight))
+        rows = max(LEAST_ROWS, LOGITS // len(weight))
         for start in range(0, len(x), rows):
             chunk, target = x[start : start + rows].to(dtype), targets[start : start + rows]
             kept = (target != IGNORE).unsqueeze(-1)

@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -44,7 +44,6 @@ from minitransformer.checkpoint import (
     rewind,
     save_held_out,
 )
-from minitransformer.data.config import PretrainedConfig
 from minitransformer.data.datamodule import TextData
 from minitransformer.device import choose_device, choose_precision
 from minitransformer.model.config import ModelConfig
@@ -63,7 +62,7 @@ from minitransformer.training.callbacks import (
     RunDirectory,
     Sampler,
 )
-from minitransformer.training.config import LoRAConfig, MuonConfig, RangeConfig, TrainConfig, choice, time_name
+from minitransformer.training.config import LoRAConfig, MuonConfig, RangeConfig, TrainConfig, choice, inherit, time_name
 from minitransformer.training.logging import RunLogger, make_loggers
 from minitransformer.training.lora import add_adapters, fingerprint
 from minitransformer.training.module import LanguageModel
@@ -308,32 +307,6 @@ def _with_vocabulary(config: ModelConfig, tokens: int) -> ModelConfig:
     if config.vocab_size is not None and config.vocab_size < tokens:
         raise ValueError(f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {tokens} ids")
     return ModelConfig.from_dict(asdict(config) | {"vocab_size": config.vocab_size or tokens})
-
-
-HARMLESS = ("dropout", "attention.kernel")  # settings of the model that may differ from those of `init_from`
-
-
-def inherit(config: TrainConfig, base: ModelConfig, given: Sequence[str]) -> TrainConfig:
-    """The config with the model of `init_from`, and its tokenizer.
-
-    given: names of the settings that the user gave.
-
-    Raises:
-        ValueError: one of these contradicts the model.
-    """
-    named = f"init_from={config.init_from}"
-    asked, has = config.model.flat(), base.flat()
-    for name in given:
-        group, _, setting = name.partition(".")
-        if name in ("model", "experiment") or group == "tokenizer":
-            raise ValueError(f"{name} cannot go with {named}, which has its own model and tokenizer; leave it out")
-        if group == "model" and setting not in HARMLESS and asked.get(setting) != has.get(setting, setting):
-            here, there = asked.get(setting, "..."), has.get(setting, "another")
-            raise ValueError(f"{name}={here} contradicts {named}, which has {there}; leave it out")
-    kernel = config.model.attention.kernel if "model.attention.kernel" in given else base.attention.kernel
-    dropout = config.model.dropout if "model.dropout" in given else base.dropout
-    model = replace(base, dropout=dropout, attention=replace(base.attention, kernel=kernel))
-    return replace(config, model=model, tokenizer=PretrainedConfig(name=config.init_from))
 
 
 def _check_adapters(saved: dict, config: TrainConfig, model: Transformer, run: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitransformer.data.packing import IGNORE, Documents, cut, fill, pack
+from minitransformer.data.packing import IGNORE, Documents, cut, fill, pack, slide
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=40)
 HOW = st.sampled_from(["best_fit", "sequential", "concat", "pad"])
@@ -135,3 +135,24 @@ def test_natural_lengths_fill_99_percent(row_length):
     lengths = np.random.default_rng(0).lognormal(5, 1.2, 20_000).astype(np.int64)
     rows = pack(Documents.of(lengths), row_length)
     assert rows.length.sum() / (len(rows) * row_length) > 0.99
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.integers(1, 24), st.data())
+def test_windows_count_every_target_once_with_enough_before_it(lengths, row_length, data):
+    stride = data.draw(st.integers(1, row_length))
+    prefix = [data.draw(st.integers(0, length)) for length in lengths]
+    documents = Documents.of(lengths, prefix)
+    seen = []
+    rows = slide(documents, row_length, stride)
+    for start, length, ignored in zip(*(x.tolist() for x in (rows.start, rows.length, rows.ignored)), strict=True):
+        assert 0 < length <= row_length
+        document = int(np.searchsorted(documents.offset, start, side="right")) - 1
+        begin = start - int(documents.offset[document])  # inside the document
+        assert begin + length <= lengths[document] + 1
+        for place in range(ignored, length):
+            seen.append((document, begin + place))
+            assert begin == 0 or place >= row_length - stride
+    assert sorted(seen) == [
+        (d, t) for d, (n, p) in enumerate(zip(lengths, prefix, strict=True)) for t in range(p, n + 1)
+    ]

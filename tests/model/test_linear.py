@@ -62,3 +62,18 @@ def test_weights_give_the_output(kind):
 
 def test_performer_directions_travel_with_the_model():
     assert "blocks.0.attention.directions" in make("none", kind="performer").state_dict()
+
+
+@pytest.mark.parametrize("kind", ["elu", "performer"])
+def test_only_the_projections_are_narrow_under_autocast(kind):
+    """Features, sums and quotients are in fp32, as its docstring says."""
+    layer = make("none", kind=kind).blocks[0].attention
+    x = torch.randn(2, 70, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = layer(x)
+        q, k, v = layer.project(x, None)
+    assert q.dtype == torch.bfloat16
+    expected, _ = causal_linear_attention(layer.features(q), layer.features(k), v.float(), torch.arange(70)[None])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer.output(expected.to(x.dtype).transpose(1, 2).flatten(2))
+    assert torch.equal(found, expected)

@@ -1,0 +1,187 @@
+"""What `python -m minitransformer.evaluate` does: the result to standard output, all else to standard error."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from minitransformer.checkpoint import latest_run, load
+from minitransformer.data.config import DataConfig, FilesConfig, HubConfig, StdlibConfig
+from minitransformer.data.documents import Document, load_corpus
+from minitransformer.data.packing import Documents
+from minitransformer.data.store import end_to_end, look_through
+from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.device import choose_device
+from minitransformer.evaluation.config import EvaluateConfig
+from minitransformer.evaluation.scoring import evaluate, lengthened, loss_by_position
+
+TABLE_ROWS = 32  # of losses by position, at most
+
+
+def run(config: EvaluateConfig) -> None:
+    """Evaluate as `config` says, and print what was found.
+
+    Raises:
+        ValueError: the checkpoint, the data or a setting is wrong.
+    """
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    path = latest_run(Path(config.runs_dir)) if config.checkpoint is None else Path(config.checkpoint)
+    model, tokenizer = load(path, choose_device(config.device), say=console.print)
+    trained = model.config.max_seq_len
+    length = config.window(trained)
+    stride = config.stride or max(1, length // 2)
+    if not length:
+        raise ValueError(f"length={config.length} of the model's max_seq_len={trained} is less than a token")
+    if stride > length:
+        raise ValueError(f"stride={stride} is beyond the window of length={length}: tokens between would not be scored")
+    model = lengthened(model, length, config.scaling)
+    console.print(f"{path}: {model.config.position} positions, max_seq_len {trained}")
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+    with bar:
+        what, stream, documents = tokens_of(config, path, tokenizer, bar)
+        total = int((documents.length - documents.prefix + 1).sum())
+        console.print(f"{what}: {len(documents):,} documents, {total:,} tokens with their ends")
+        task = bar.add_task("scoring", total=total)
+        reading = (model, tokenizer, stream, documents, length)
+        if config.by_position:
+            found, tokens = loss_by_position(*reading, config.batch_size, lambda n: bar.advance(task, n))
+        else:
+            result = evaluate(*reading, stride, config.batch_size, lambda n: bar.advance(task, n))
+
+    if not config.by_position:
+        summary = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
+        summary |= {"tokens": result.tokens, "bytes": result.n_bytes, "documents": result.documents}
+        show(config, {"checkpoint": str(path), "data": what, "length": length, "stride": stride} | summary)
+        return
+    if config.plot:
+        draw(Path(config.plot), {str(path): found}, trained)
+        console.print(f"drawn in {config.plot}")
+    if config.output == "json":
+        summary = {"max_seq_len": trained, "position": model.config.position, "scaling": model.config.rotary.scaling}
+        summary |= {"tokens": tokens.tolist(), "loss_by_position": found.tolist()}
+        print(json.dumps({"checkpoint": str(path), "data": what, "length": length} | summary))
+    else:
+        show_by_position(found, tokens, trained)
+
+
+def tokens_of(
+    config: EvaluateConfig, path: Path, tokenizer: Tokenizer, bar: Progress
+) -> tuple[str, np.ndarray, Documents]:
+    """What is evaluated, in words; its token stream, and where the documents lie in it.
+
+    Raises:
+        ValueError: there is no text, or no data are given and those of the run cannot be found.
+    """
+    given = config.data is not None
+    data = replace(config.data, split="hash") if given else data_of_run(path)  # hash: documents stay whole
+    corpus = load_corpus(data)
+    documents = (document for document in corpus.read() if not document.blank)
+    if not given:
+        held_out = look_through(corpus, data.val_fraction, bar).held_out
+        documents = (d for d, held in zip(documents, held_out, strict=True) if held)
+    task = bar.add_task("tokenising", total=None)
+    parts: list[np.ndarray] = []
+    found = end_to_end(_first(documents, corpus.what), tokenizer, np.dtype(np.uint32), parts.append)
+    bar.remove_task(task)
+    return (corpus.what if given else f"held-out text of {corpus.what}"), np.concatenate(parts), found
+
+
+def _first(documents: Iterator[Document], what: str) -> Iterator[Document]:
+    """The documents, of which there must be one."""
+    first = next(documents, None)
+    if first is None:
+        raise ValueError(f"{what} holds no text")
+    return chain((first,), documents)
+
+
+def data_of_run(path: Path) -> DataConfig:
+    """The data settings of the run that a run directory or one of its files belongs to.
+
+    Raises:
+        ValueError: there is no config.yaml, or it is not one that says what the data were.
+    """
+    folders = [path] if path.is_dir() else [path.parent, path.parent.parent]  # a file may lie in checkpoints/
+    file = next((folder / "config.yaml" for folder in folders if (folder / "config.yaml").is_file()), None)
+    if file is None:
+        raise ValueError(f"{path} has no config.yaml that says what it held out; choose data=text data.files=[...]")
+    values = OmegaConf.to_container(OmegaConf.load(file))
+    data = values.get("data") if isinstance(values, dict) else None
+    for kind in (HubConfig, FilesConfig, StdlibConfig):
+        if isinstance(data, dict) and {field.name for field in fields(kind)} == set(data):
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), data))  # its types are checked
+    raise ValueError(f"{file} does not say what the data of the run were; choose data=text data.files=[...]")
+
+
+# Showing ---------------------------------------------------------------------------------------------------------
+
+
+def show(config: EvaluateConfig, found: dict) -> None:
+    if config.output == "json":
+        print(json.dumps(found))
+        return
+    each = "" if found["bits_per_byte"] is None else f"{found['bits_per_byte']:.4f}"
+    for name, value in {
+        "loss": f"{found['loss']:.4f} nats per token",
+        "perplexity": f"{found['perplexity']:.3f}",
+        "bits per byte": each,
+        "scored": f"{found['tokens']:,} tokens of {found['bytes']:,} bytes in {found['documents']:,} documents",
+        "window": f"{found['length']} tokens, stride {found['stride']}",
+    }.items():
+        print(f"{name:14} {value}")
+
+
+def show_by_position(losses: np.ndarray, tokens: np.ndarray, trained: int) -> None:
+    """A table of mean losses over stretches of positions, and how far each is from the last one trained on."""
+    size = max(1, trained // 8, -(-len(losses) // TABLE_ROWS))
+    first = range(0, len(losses), size)
+    means = [float(np.average(losses[i : i + size], weights=tokens[i : i + size])) for i in first]
+    known = means[max(0, min(trained, len(losses)) // size - 1)]
+    table = Table("positions", box=None, pad_edge=False)
+    table.add_column("loss", justify="right")
+    table.add_column("against the last trained on" if len(losses) > trained else "against the last", justify="right")
+    for begin, mean in zip(first, means, strict=True):
+        last = min(begin + size, len(losses)) - 1
+        table.add_row(f"{begin}-{last}", f"{mean:.4f}", f"{mean - known:+.4f}", style="bold" if last >= trained else "")
+    Console(highlight=False).print(table)
+    print(f"{tokens.max():,} stretches of {len(losses)} tokens; the model was trained on {trained}")
+
+
+def draw(path: Path, losses: dict[str, np.ndarray], trained: int) -> None:
+    """Losses by position of one or more models, as means over stretches of an eighth of the training length.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError(f"plot={path} needs matplotlib: pip install 'minitransformer[plot]'") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    size = max(1, trained // 8)
+    means = {name: x[: len(x) // size * size].reshape(-1, size).mean(1) for name, x in losses.items()}
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    for number, name in enumerate(sorted(means, key=lambda name: -means[name][-1])):  # as the lines end, from the top
+        style = "-" if number < 10 else "--"
+        axes.plot((np.arange(len(means[name])) + 0.5) * size, means[name], style, color=f"C{number % 10}", label=name)
+    axes.axvline(trained, color="grey", linestyle=":")
+    axes.annotate(" trained up to here", (trained, 1), xycoords=("data", "axes fraction"), va="top", color="grey")
+    axes.set(
+        xlabel="position in the text, tokens", ylabel="loss, nats per token", xlim=(0, max(map(len, losses.values())))
+    )
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)

@@ -1,0 +1,132 @@
+"""`python -m minitransformer.evaluate` as a user types it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minitransformer import load, score
+from minitransformer.checkpoint import checkpoints
+from tests.conftest import ROOT, SMALL, sentences
+
+
+@pytest.fixture
+def lines(command, workdir):
+    """A run on documents of a line each, and what it said."""
+    words = ["data=text", "data.files=[book.txt]", "data.documents=line", "tokenizer.vocab_size=300", "name=lines"]
+    result = command("train", *words, *SMALL)
+    assert result.code == 0, result.err
+    return result
+
+
+def test_without_data_it_is_the_held_out_text_of_the_run(command, lines):
+    """Documents that fit into a row have the loss that training printed."""
+    result = command("evaluate", "output=json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert found["data"] == "held-out text of book.txt"
+    loss, bits = re.search(r"validation loss ([\d.]+), ([\d.]+) bits per byte", lines.out).groups()
+    assert found["loss"] == pytest.approx(float(loss), abs=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(float(bits), abs=1e-4)
+    assert found["checkpoint"] == "runs/lines"
+    newest = checkpoints(Path("runs/lines"))[-1]
+    assert json.loads(command("evaluate", f"checkpoint={newest}", "output=json").out)["loss"] == found["loss"]
+
+
+def test_given_data_it_is_all_documents(command, trained, workdir):
+    texts = [sentences(1, seed=i).strip() for i in range(5)]
+    (workdir / "other.txt").write_text("\n".join(texts) + "\n\n", encoding="utf-8")
+    words = ["evaluate", f"checkpoint={trained}", "data=text", "data.files=[other.txt]", "data.documents=line"]
+    result = command(*words)
+    assert result.code == 0, result.err
+    model, tokenizer = load(trained)
+    log_probs = [p for text in texts for p in score(model, tokenizer, text).log_probs]
+    loss = -sum(log_probs) / len(log_probs)
+    assert f"loss           {loss:.4f} nats per token\n" in result.out
+    n_bytes = sum(len(text.encode()) for text in texts)
+    assert f"scored         {len(log_probs)} tokens of {n_bytes} bytes in 5 documents\n" in result.out
+    assert "other.txt: 5 documents" in result.err
+    both = [json.loads(command(*words, "output=json", f"batch_size={n}").out) for n in (1, 5)]
+    assert both[0]["loss"] == pytest.approx(both[1]["loss"], rel=1e-7)
+    # A single file is one document, whole, although training would cut its tail off.
+    whole = json.loads(command("evaluate", "data=text", "data.files=[book.txt]", "output=json", "stride=8").out)
+    assert whole["bytes"] == (workdir / "book.txt").stat().st_size
+    assert (whole["documents"], whole["length"], whole["stride"]) == (1, 32, 8)
+
+
+def test_loss_by_position(command, trained, workdir):
+    words = ["evaluate", "data=text", "data.files=[book.txt]", "by_position=true", "length=4x"]
+    result = command(*words, "plot=losses.png", "scaling=linear")
+    assert result.code == 0, result.err
+    rows = [line.split() for line in result.out.splitlines()]
+    assert rows[1][0] == "0-3"
+    assert rows[32][0] == "124-127"
+    assert (workdir / "losses.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(command(*words, "output=json", "scaling=linear").out)
+    assert len(found["loss_by_position"]) == 128
+    assert sum(found["loss_by_position"][:4]) / 4 == pytest.approx(float(rows[1][1]), abs=1e-4)
+    assert (found["max_seq_len"], found["scaling"]) == (32, "linear")
+
+
+MISTAKES = [
+    ("checkpoint=nowhere", ["checkpoint=nowhere does not exist"]),
+    ("data=text data.files=[gone.txt]", ["data.files: gone.txt does not exist"]),
+    ("data=text", ["data.files is empty"]),
+    ("data=nope", ["data=nope is not known", "jsonl"]),
+    ("data=text data.files=[blank.txt]", ["blank.txt holds no text"]),
+    ("data=text data.files=[book.txt] data.batch_size=3", ["data.batch_size is for training"]),
+    ("data=text data.files=[book.txt] data.val_files=[book.txt]", ["data.val_files is for training"]),
+    ("stride=0", ["stride=0 is too small", "at least 1"]),
+    ("stride=33", ["stride=33 is beyond the window of length=32"]),
+    ("length=8 stride=9", ["stride=9 is beyond the window of length=8"]),
+    ("length=long", ["length=long is no number of tokens"]),
+    ("length=0", ["length=0"]),
+    ("length=0.001x", ["length=0.001x", "less than a token"]),
+    ("length=9000 by_position=true", ["length=9000: the longest document has"]),
+    ("by_position=true stride=3", ["stride=3 cannot go with by_position=true"]),
+    ("plot=a.png", ["plot=a.png is for by_position=true"]),
+    ("by_position=true plot=a.gif", ["plot=a.gif is neither a .png nor an .svg"]),
+    ("scaling=more", ["scaling='more'", "yarn"]),
+    ("output=xml", ["output='xml'"]),
+    ("device=tpu", ["device='tpu'"]),
+    ("batch_size=0", ["batch_size=0"]),
+    ("strid=3", ["did you mean stride?"]),
+    ("checkpoint=alone.safetensors", ["alone.safetensors has no config.yaml", "data=text data.files=[...]"]),
+]  # fmt: skip
+
+
+def test_mistakes_end_in_one_line(command, trained, workdir):
+    (workdir / "blank.txt").write_text(" \n")
+    (workdir / "alone.safetensors").write_bytes((trained / "model.safetensors").read_bytes())
+    for arguments, words in MISTAKES:
+        result = command("evaluate", *arguments.split())
+        assert result.code == 1, (arguments, result.out)
+        *before, error = result.err.splitlines()
+        assert error.startswith("error: "), result.err
+        assert not any(line.startswith(("error", "Traceback")) for line in before), result.err
+        assert all(word in error for word in words), error
+
+
+def test_learned_positions_end_where_they_end(command, workdir):
+    words = ["data=text", "data.files=[book.txt]", "tokenizer=byte", "model.position=learned", "name=learned"]
+    assert command("train", *words, *SMALL).code == 0
+    result = command("evaluate", "length=2x", "by_position=true")
+    assert result.code == 1
+    assert "length=64: the model learned max_seq_len=32 positions" in result.err
+    assert command("evaluate", "length=1x", "by_position=true").code == 0
+
+
+def test_it_needs_neither_lightning_nor_datasets_nor_wandb(trained, workdir):
+    code = "import sys, runpy; sys.argv[1:] = ['output=json']; " \
+        "runpy.run_module('minitransformer.evaluate', run_name='__main__', alter_sys=True); " \
+        "assert not {'lightning', 'datasets', 'wandb', 'matplotlib'} & set(sys.modules)"  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=workdir, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["checkpoint"] == "runs/small"
