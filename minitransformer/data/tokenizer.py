@@ -141,7 +141,8 @@ class Tokenizer:
         if end is not None and around != document_tokens(backend):
             set_template(backend, *around)
         tokenizer = cls(backend)
-        if any(tokenizer.decode(tokenizer.encode(probe)) != probe for probe in (PROBE, PROBE.strip())):
+        probes = (PROBE, PROBE.strip()) if tokenizer.characters is None else ("".join(sorted(tokenizer.characters)),)
+        if any(tokenizer.decode(tokenizer.encode(probe)) != probe for probe in probes):
             raise ValueError("it changes text; only tokenizers of bytes lose none")
         return tokenizer
 

@@ -54,7 +54,7 @@ def hidden_matrix_parameters(config: ModelConfig) -> int:
 
 
 def adapter_parameters(config: ModelConfig, rank: int, targets: list[str]) -> int:
-    """Parameters of low-rank adapters beside the linear layers of the blocks that `targets` names (see training.lora)."""
+    """Parameters of low-rank adapters beside the linear layers that `targets` names (see training.lora)."""
     d, width = config.d_model, config.n_heads * config.head_width
     sizes = {
         "attention.qkv": d + width + 2 * config.kv_heads * config.head_width,

@@ -171,6 +171,12 @@ def test_pretrained_tokenizers_lose_nothing(boundary, text, tmp_path_factory):
     assert Tokenizer.from_json(tokenizer.to_json()).fingerprint == tokenizer.fingerprint
 
 
+def test_a_character_tokenizer_of_ours_is_taken_back(tmp_path):
+    ours = Tokenizer.train_characters(["Ann, 李\n"])
+    (tmp_path / "tokenizer.json").write_text(ours.to_json(), encoding="utf-8")
+    assert Tokenizer.pretrained(str(tmp_path)).fingerprint == ours.fingerprint
+
+
 def test_pretrained_tokenizers_that_lose_text_are_refused(tmp_path):
     def refused(backend, message):
         backend.save(str(tmp_path / "tokenizer.json"))
@@ -183,6 +189,9 @@ def test_pretrained_tokenizers_that_lose_text_are_refused(tmp_path):
         tokenizers.models.WordPiece({"[UNK]": 0, "</s>": 1, "##ing": 2, "▁the": 3}, unk_token="[UNK]")
     )
     refused(words, "does not stand for bytes")
+    spaced = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "a": 1, "b": 2, " ": 3}))
+    spaced.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # drops what it splits at
+    refused(spaced, "it changes text")
     for wrong, data in ((tmp_path / "none.json", None), (tmp_path / "bad.json", "{}")):
         if data:
             wrong.write_text(json.dumps(data))
