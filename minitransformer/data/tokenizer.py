@@ -142,7 +142,11 @@ class Tokenizer:
             set_template(backend, *around)
         tokenizer = cls(backend)
         probes = (PROBE, PROBE.strip()) if tokenizer.characters is None else ("".join(sorted(tokenizer.characters)),)
-        if any(tokenizer.decode(tokenizer.encode(probe)) != probe for probe in probes):
+        try:
+            kept = all(tokenizer.decode(tokenizer.encode(probe)) == probe for probe in probes)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ValueError(f"it cannot encode every text ({error}); only tokenizers of bytes can") from None
+        if not kept:
             raise ValueError("it changes text; only tokenizers of bytes lose none")
         return tokenizer
 

@@ -191,6 +191,8 @@ def test_pretrained_tokenizers_that_lose_text_are_refused(tmp_path):
     refused(words, "does not stand for bytes")
     spaced = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "a": 1, "b": 2, " ": 3}))
     spaced.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # drops what it splits at
+    refused(spaced, r"it cannot encode every text \(WordLevel error: Missing \[UNK\]")
+    spaced.model = tokenizers.models.WordLevel({"</s>": 0, "a": 1, "b": 2, " ": 3, "?": 4}, unk_token="?")
     refused(spaced, "it changes text")
     for wrong, data in ((tmp_path / "none.json", None), (tmp_path / "bad.json", "{}")):
         if data:

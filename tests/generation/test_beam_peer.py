@@ -15,8 +15,9 @@ def models(tmp_path_factory):
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("beams")
     config = transformers.LlamaConfig(
-        vocab_size=TOKENIZER.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, bos_token_id=TOKENIZER.boundary, eos_token_id=TOKENIZER.boundary, pad_token_id=TOKENIZER.boundary,
+        vocab_size=TOKENIZER.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64,
+        bos_token_id=TOKENIZER.boundary, eos_token_id=TOKENIZER.boundary, pad_token_id=TOKENIZER.boundary,
     )  # fmt: skip
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(config).eval()
