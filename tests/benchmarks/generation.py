@@ -1,20 +1,26 @@
 """Tokens a second of generation, over transformers' `generate` of the same shape; both take turns in one run.
 
-    python tests/benchmarks/generation.py [small|gpt2] ...
+    python tests/benchmarks/generation.py [small|gpt2|int8] ...
+    python tests/benchmarks/generation.py bits CHECKPOINT TEXT
 
-fp32, sampled with top_k=50, a prompt of 64 tokens. The first token is timed with the others.
+fp32, sampled with top_k=50, a prompt of 64 tokens. The first token is timed with the others. `int8` is GPT-2's shape in
+eight bits against our own fp32; `bits` is what eight bits cost a trained model, in bits per byte of a text.
 """
 
+import math
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 
+from minitransformer import load
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.config import Sampling
-from minitransformer.generation.generate import generate_rows
+from minitransformer.generation.generate import generate_rows, score
 from minitransformer.model.config import ModelConfig
+from minitransformer.model.quantize import quantize_int8
 from minitransformer.model.transformer import Transformer
 
 SHAPES = {
@@ -27,19 +33,22 @@ class Ids(Tokenizer):
     """Prompts are ids already, and every id stands for a byte."""
 
     def __init__(self, vocab_size: int):
-        self.boundary, self.token_bytes = vocab_size - 1, [b"x"] * (vocab_size - 1) + [b""]
+        self.start = self.boundary = vocab_size - 1
+        self.token_bytes = [b"x"] * (vocab_size - 1) + [b""]
 
     def encode(self, text) -> list[int]:
         return text
 
 
-def ours(shape: dict, n_new: int, rows: int):
+def ours(shape: dict, n_new: int, rows: int, int8: bool = False):
     config = ModelConfig(
         **shape, position="learned", norm="layernorm", bias=True, tie_embeddings=True, init="gpt2",
         activation="gelu_tanh",
     )  # fmt: skip
     model, tokenizer = Transformer(config).eval(), Ids(shape["vocab_size"])
-    if rows == 1:
+    if int8:
+        quantize_int8(model)
+    elif rows == 1:
         model.lay_out_for_one_row()  # as generate.py does
     prompts = torch.randint(shape["vocab_size"] - 1, (rows, 63)).tolist()
     sampling = Sampling(top_k=50, banned=[tokenizer.boundary])
@@ -68,19 +77,44 @@ def peer(shape: dict, n_new: int, rows: int):
     return run
 
 
+def compare(name: str, ways: dict, n_tokens: int) -> None:
+    """Print the median ratio of the second way's times to the first's, and both speeds; they take turns."""
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for round_ in range(6):
+        for way, run in ways.items():
+            start = time.perf_counter()
+            run()
+            if round_:
+                times[way].append(time.perf_counter() - start)
+    first, second = times.values()
+    ratio = statistics.median(b / a for a, b in zip(first, second, strict=True))
+    speeds = ", ".join(f"{way} {n_tokens / statistics.median(found):.0f}" for way, found in times.items())
+    print(f"{name}: {ratio:.2f} times; {speeds} tokens/s", flush=True)
+
+
+def bits_per_byte(model: Transformer, tokenizer: Tokenizer, text: str) -> float:
+    """Over stretches that fit the model however few bytes a token has."""
+    size = (model.config.max_seq_len - 2) // 4
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    total = sum(sum(score(model, tokenizer, piece).log_probs) for piece in pieces)
+    return -total / math.log(2) / len(text.encode())
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or SHAPES:
-        shape, n_new = SHAPES[name]
+    names = sys.argv[1:] or [*SHAPES, "int8"]
+    if names[0] == "bits":
+        model, tokenizer = load(names[1])
+        text = Path(names[2]).read_text(encoding="utf-8")[:50_000]
+        exact = bits_per_byte(model, tokenizer, text)
+        quantize_int8(model)
+        quantized = bits_per_byte(model, tokenizer, text)
+        print(f"bits per byte: {exact:.5f}, in eight bits {quantized:.5f}, {quantized - exact:+.5f}")
+        sys.exit()
+    for name in names:
+        shape, n_new = SHAPES["gpt2" if name == "int8" else name]
         for rows in (1, 8):
-            ways = {"ours": ours(shape, n_new, rows), "peer": peer(shape, n_new, rows)}
-            times: dict[str, list[float]] = {way: [] for way in ways}
-            for round_ in range(6):
-                for way, run in ways.items():
-                    start = time.perf_counter()
-                    run()
-                    if round_:
-                        times[way].append(time.perf_counter() - start)
-            ratio = statistics.median(b / a for a, b in zip(times["ours"], times["peer"], strict=True))
-            speeds = {way: rows * n_new / statistics.median(found) for way, found in times.items()}
-            speed = f"ours {speeds['ours']:.0f}, peer {speeds['peer']:.0f} tokens/s"
-            print(f"{name}, {rows} rows: {ratio:.2f} times the peer; {speed}")
+            if name == "int8":
+                ways = {"int8": ours(shape, n_new, rows, int8=True), "fp32": ours(shape, n_new, rows)}
+            else:
+                ways = {"ours": ours(shape, n_new, rows), "peer": peer(shape, n_new, rows)}
+            compare(f"{name}, {rows} rows", ways, rows * n_new)
