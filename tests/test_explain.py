@@ -119,6 +119,32 @@ def test_settings_of_train_change_what_they_change(explained, workdir):
     assert kept["full"] < kept["selective"] < kept["none"]
 
 
+def test_fine_tuning(explained, command, workdir):
+    """The model is that of init_from; gradients and optimizer state are those of the adapters alone."""
+    text = ["data=text", "data.files=[book.txt]"]
+    assert command("train", *text, "tokenizer=byte", "name=base", *SMALL).code == 0
+    tuned = [*text, "init_from=runs/base", "lora.rank=2", "optimizer=adamw"]
+    found = explained(*tuned)
+    assert (found["model"]["d_model"], found["model"]["vocab_size"]) == (32, 257)
+    each = 2 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)  # rank * (in + out) of the four matrices
+    assert found["adapters"] == 2 * each
+    assert (found["memory"]["gradients"], found["memory"]["optimizer"]) == (4 * 2 * each, 8 * 2 * each)
+    assert not any("compute-optimal" in line for line in found["warnings"])
+    result = command("explain", *tuned, "model.d_model=64")
+    assert "model.d_model=64 contradicts init_from=runs/base, which has 32" in result.err
+    assert "nowhere" in command("explain", *text, "init_from=nowhere").err
+
+
+def test_rows_may_be_shorter_than_the_model_holds(explained, command, workdir):
+    words = ["model=small", "data=text", "data.files=[book.txt]", "optimizer=adamw"]
+    whole, short = explained(*words), explained(*words, "data.row_length=128")
+    assert (short["tokens"], short["parameters"]) == (whole["tokens"] // 4, whole["parameters"])
+    assert short["activations"]["none"] < whole["activations"]["none"] / 4 * 1.01
+    assert short["flops_per_token"]["forward"] < whole["flops_per_token"]["forward"]
+    refused = command("explain", *words, "data.row_length=1024").err
+    assert refused == "error: data.row_length=1024 is more than model.max_seq_len=512\n"
+
+
 def test_where_the_vocabulary_comes_from(explained, command, workdir):
     text = ["data=text", "data.files=[book.txt]"]
     assert explained(*text, "tokenizer.vocab_size=999")["model"]["vocab_size"] == 999

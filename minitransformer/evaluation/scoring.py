@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minitransformer.data.packing import IGNORE, Documents, Rows, cut, fill, slide
 from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.model.config import RotaryConfig
 from minitransformer.model.cost import LEAST_ROWS, LOGITS
 from minitransformer.model.transformer import Transformer
 
@@ -138,7 +139,7 @@ def loss_by_position(
 def lengthened(model: Transformer, length: int, scaling: str | None = None) -> Transformer:
     """The same weights, to be read up to `length` tokens; rotary positions scaled by how much longer that is.
 
-    scaling: none | linear | ntk | yarn (None: as the model was trained).
+    scaling: none | linear | ntk | yarn | llama3 (None: as the model was trained).
 
     Raises:
         ValueError: its positions have no meaning there.
@@ -157,7 +158,7 @@ def lengthened(model: Transformer, length: int, scaling: str | None = None) -> T
     rotary = config.rotary
     if scaling is not None:
         factor = max(1.0, length / trained) if scaling != "none" else 1.0
-        rotary = replace(rotary, scaling=scaling, factor=factor, original_length=trained)
+        rotary = RotaryConfig(rotary.base, rotary.fraction, scaling, factor, trained)
     elif rotary.original_length is None:
         rotary = replace(rotary, original_length=round(trained / rotary.factor)) if rotary.factor > 1 else rotary
     longer = Transformer(replace(config, max_seq_len=max(length, trained), rotary=rotary))

@@ -54,7 +54,7 @@ def hidden_matrix_parameters(config: ModelConfig) -> int:
 
 
 def adapter_parameters(config: ModelConfig, rank: int, targets: list[str]) -> int:
-    """Parameters of low-rank adapters beside the linear layers that `targets` names (see training.lora)."""
+    """Parameters of low-rank adapters beside the linear layers that `targets` names (see `training.lora`)."""
     d, width = config.d_model, config.n_heads * config.head_width
     sizes = {
         "attention.qkv": d + width + 2 * config.kv_heads * config.head_width,
@@ -104,8 +104,9 @@ def flops_per_token(
         return forward
     # The last product of a block is not repeated where nothing after it needs its result.
     last = 2 * config.d_model * config.ff_width
-    spared = 0 if config.norm_placement != "pre" or config.dropout else last
-    repeated = sum(forward - spared for forward, _ in blocks[::recompute_every]) if recompute_every else 0
+    spared = 0 if config.norm_placement != "pre" or config.dropout or adapters else last
+    each = 2 * adapters / config.n_layers - spared
+    repeated = sum(forward + each for forward, _ in blocks[::recompute_every]) if recompute_every else 0
     backward = 2 * head + sum(backward for _, backward in blocks)
     if adapters:  # frozen matrices have no gradient, nor has what the first block reads
         first = config.d_model * (config.n_heads + 2 * config.kv_heads) * config.head_width

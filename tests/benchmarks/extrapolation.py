@@ -23,9 +23,10 @@ from minitransformer.model.config import POSITIONS, SCALINGS
 ROOT = Path(__file__).parents[2]
 LENGTH, FACTOR = 128, 4
 TRAIN = [
-    "experiment=shakespeare_char", "data.files=[train.txt]", "data.val_files=[held_out.txt]", "data.batch_size=8",
-    f"model.max_seq_len={LENGTH}", "trainer.max_steps=500", "trainer.val_every=500", "callbacks.sample_every=0",
-    "callbacks.progress=false", "logger=none",
+    "data=text", "tokenizer=char", "data.files=[train.txt]", "data.val_files=[held_out.txt]", "data.batch_size=8",
+    f"model.max_seq_len={LENGTH}", "model.d_model=128", "model.n_layers=4", "model.n_heads=4",
+    "optimizer.embedding_lr=0.01", "optimizer.momentum=0.9", "trainer.max_steps=500", "trainer.val_every=500",
+    "callbacks.sample_every=0", "callbacks.progress=false", "logger=none",
 ]  # fmt: skip
 EVALUATE = ["data=text", "data.files=[held_out.txt]", "by_position=true", "output=json"]
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from minitransformer.model.config import POSITIONS, AttentionConfig, ModelConfig
 from minitransformer.model.cost import (
     activation_bytes,
+    adapter_parameters,
     cache_bytes,
     cache_bytes_per_token,
     flops_per_token,
@@ -25,7 +26,8 @@ from minitransformer.model.cost import (
     training_memory,
 )
 from minitransformer.model.transformer import Transformer
-from minitransformer.training.config import AdamWConfig, MuonConfig
+from minitransformer.training.config import AdamWConfig, LoRAConfig, MuonConfig
+from minitransformer.training.lora import add_adapters
 from minitransformer.training.loss import head_cross_entropy
 from minitransformer.training.optimizers import make_optimizer
 from tests.conftest import ROOT
@@ -150,6 +152,43 @@ def test_flops_are_within_two_percent_of_torchs_counter(settings):
         assert mine * n == pytest.approx(both, rel=0.02), how
 
 
+@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize("settings", [
+    dict(), dict(activation="swiglu", n_kv_heads=2), dict(norm="layernorm", bias=True, tie_embeddings=True),
+], ids=str)  # fmt: skip
+def test_adapters_alone(settings, how):
+    """Their number, operations and memory, where everything else is frozen."""
+    config = ModelConfig(**dict(vocab_size=503, d_model=64, n_layers=4, n_heads=4, max_seq_len=128) | settings)
+    lora, tokens = LoRAConfig(rank=4), torch.randint(503, (4, 128))
+    n = adapter_parameters(config, lora.rank, lora.targets)
+
+    def trained():
+        model = Transformer(config)
+        add_adapters(model, lora)
+        model.checkpoint_gradients(how)
+        stepper = make_optimizer(AdamWConfig(), model)
+        for _ in range(2):
+            x = model.features(tokens)[0].flatten(0, 1)
+            (head_cross_entropy(x, model.head.weight, tokens.flatten())[0] / 100).backward()
+            del x
+            stepper.step()
+            stepper.zero_grad()
+        return model, stepper
+
+    with allocator() as found:
+        model, stepper = trained()  # noqa: RUF059  its state is held
+    mine = training_memory(config, 4, checkpointing=how, adapters=n)
+    assert mine.peak == pytest.approx(found()[1], rel=0.1)
+    assert mine.weights + mine.optimizer == pytest.approx(found()[0], rel=0.05)
+    assert n == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    some = ["blocks.1.*", "blocks.*.attention.qkv"]
+    assert adapter_parameters(config, 4, some) < n
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    flops = flops_per_token(config, training=True, recompute_every=how == "full", adapters=n)
+    assert flops * tokens.numel() == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
 def train(config: ModelConfig, optimizer: AdamWConfig, rows: int, parts: int, how: str, precision: str):
     """Two steps as `LanguageModel` makes them, from nothing."""
     model = Transformer(config)
@@ -181,6 +220,8 @@ PEAKS = [
     dict(dropout=0.1, rows=4), *[dict(position=name, rows=4) for name in ("alibi", "t5", "shaw", "transformer_xl")],
     dict(attention=A(kind="elu"), rows=4), dict(attention=A(qk_norm=True), rows=4),
     dict(max_seq_len=512, attention=A(pattern=["window"], window=64)),
+    dict(norm="rmsnorm_zero", activation="geglu_tanh"),
+    dict(attention=A(qk_norm=True, qk_gain=True), rows=4), dict(attention=A(score_width=30), rows=4),
     dict(precision="bf16-true"), dict(precision="bf16-true", dropout=0.1), dict(precision="bf16-true", how="full"),
 ]  # fmt: skip
 

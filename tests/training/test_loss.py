@@ -17,7 +17,7 @@ from tests.model.models import make
 @pytest.mark.parametrize("chunk", [1, 100, 10**6])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.05)])
 def test_loss_and_gradients_equal_torch(chunk, soft_cap, smoothing, z_loss, monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK", chunk)
+    monkeypatch.setattr(loss, "LOGITS", chunk)
     monkeypatch.setattr(loss, "LEAST_ROWS", 1)
     torch.manual_seed(0)
     x, w = torch.randn(23, 8, dtype=torch.float64), torch.randn(30, 8, dtype=torch.float64)
