@@ -221,7 +221,10 @@ def _command() -> list[str]:
 
 def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(help_text(name))
+        try:
+            print(help_text(name), flush=True)
+        except BrokenPipeError:
+            _reader_left()
         return
     sys.argv[1:] = map(quoted, sys.argv[1:])
     import hydra
@@ -252,9 +255,8 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
     except Exception as error:
         failures.append(error)
     for error in failures:
-        if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
+        if isinstance(error, BrokenPipeError):
+            _reader_left()
         if (line := one_line(error, name)) is None:
             raise error
         print(f"error: {line}", file=sys.stderr)
@@ -273,6 +275,12 @@ def _register_schemas(name: str) -> None:
             if get_origin(field.type) is dict:  # such as logit_bias, whose keys are the user's
                 OmegaConf.set_struct(node[field.name], False)
         ConfigStore.instance().store(group="schema", name=schema, node=node)
+
+
+def _reader_left() -> None:
+    """End well when who reads our output, such as `head`, has enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
 
 
 TEXTS = ("prompt", "callbacks.sample_prompt")  # settings whose value is any text

@@ -289,3 +289,12 @@ def test_a_prompt_is_any_text(text):
     override = OverridesParser.create().parse_override(quoted(f"prompt={text}"))
     assert OmegaConf.create({"prompt": override.value()}).prompt == text
     assert quoted("temperature=0.5") == "temperature=0.5"
+
+
+def test_a_reader_of_help_may_leave():
+    """As `train.py --help | head -1` does."""
+    pipe = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    pipe.stdout.close()
+    assert (pipe.stderr.read(), pipe.wait()) == ("", 0)

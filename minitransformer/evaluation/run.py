@@ -158,15 +158,9 @@ def show_by_position(losses: np.ndarray, tokens: np.ndarray, trained: int) -> No
 
 
 def draw(path: Path, losses: dict[str, np.ndarray], trained: int) -> None:
-    """Losses by position of one or more models, as means over stretches of an eighth of the training length.
+    """Losses by position of one or more models, as means over stretches of an eighth of the training length."""
+    import matplotlib
 
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError(f"plot={path} needs matplotlib: pip install 'minitransformer[plot]'") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 
