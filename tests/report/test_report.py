@@ -245,7 +245,7 @@ def test_what_was_set_is_what_is_shown(tmp_path):
         "seed": (3, 0),
         "model.attention.pattern": (["window", "full"], ["full"]),
         "optimizer.lr": (1e-4, 0.014),
-        "callbacks.sample_prompt": ("${x}", "def"),
+        "callbacks.sample_prompt": ("${x}", None),
     }
 
 
@@ -260,7 +260,7 @@ def test_another_choice_is_named_and_its_own_defaults_are_not(option, tmp_path):
     word = (words | {"inverse_sqrt": "inversesqrt"}).get(name, name)
     assert found.pop(group, None) == (None if name == usual else (word, usual))
     # What the option's own YAML file sets beside the defaults of its kind.
-    yaml = {"data": {"data.val_fraction", "callbacks.sample_prompt"}, "tokenizer": {"tokenizer.kind"}}
+    yaml = {"data": {"data.val_fraction"}, "tokenizer": {"tokenizer.kind"}}
     assert set(found) <= yaml.get(group, set()) | {DATA.get(name, "").split("=")[0]}, found
 
 
