@@ -10,6 +10,7 @@ from minitransformer.model.cache import KVCache
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.masks import Visibility
 from minitransformer.model.positions import PositionalEncoding, ShawEncoding, rotate
+from minitransformer.model.product import Linear
 
 
 def scaled_dot_product_attention(
@@ -181,12 +182,12 @@ class MultiHeadAttention(nn.Module):
         attention = config.attention
         self.n_heads, self.n_kv_heads, self.d_head = config.n_heads, config.kv_heads, config.head_width
         self.kernel, self.soft_cap, self.dropout = attention.kernel, attention.soft_cap, config.dropout
-        self.qkv = nn.Linear(
+        self.qkv = Linear(
             config.d_model,
             (self.n_heads + 2 * self.n_kv_heads) * self.d_head,
             bias=config.bias if attention.qkv_bias is None else attention.qkv_bias,
         )
-        self.output = nn.Linear(
+        self.output = Linear(
             self.n_heads * self.d_head,
             config.d_model,
             bias=config.bias if attention.output_bias is None else attention.output_bias,

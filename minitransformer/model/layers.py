@@ -11,6 +11,7 @@ from minitransformer.model.attention import MultiHeadAttention
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.linear import LinearAttention
 from minitransformer.model.masks import Visibility
+from minitransformer.model.product import ONEDNN, Linear
 
 
 class ZeroCentredRMSNorm(nn.RMSNorm):
@@ -54,8 +55,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gated, self.kind = config.gated, config.activation
-        self.input = nn.Linear(config.d_model, config.ff_width * (2 if self.gated else 1), bias=config.bias)
-        self.output = nn.Linear(config.ff_width, config.d_model, bias=config.bias)
+        self.input = Linear(config.d_model, config.ff_width * (2 if self.gated else 1), bias=config.bias)
+        self.output = Linear(config.ff_width, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d_model) -> (B, T, d_model)."""
@@ -73,6 +74,7 @@ KEPT += [getattr(aten, name).default for name in (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )]  # fmt: skip
+KEPT += [ONEDNN.default] if ONEDNN is not None else []
 
 
 class Block(nn.Module):

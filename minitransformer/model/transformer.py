@@ -11,6 +11,7 @@ from minitransformer.model.config import AttentionConfig, ModelConfig
 from minitransformer.model.layers import Block, make_norm
 from minitransformer.model.masks import Mask, Visibility, causal, first, fixed, prefix, random_blocks, strided, window
 from minitransformer.model.positions import ENCODINGS
+from minitransformer.model.product import Linear
 
 
 def make_mask(name: str, config: AttentionConfig) -> Mask:
@@ -40,7 +41,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.Identity() if config.norm_placement == "post" else make_norm(config)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         names = [config.attention.pattern[i % len(config.attention.pattern)] for i in range(config.n_layers)]

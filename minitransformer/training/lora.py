@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitransformer.model.product import Linear
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import LoRAConfig
 
 ADAPTER = re.compile(r"\.lora_(down|up)$")  # what their parameters are called
 
 
-class LoRALinear(nn.Linear):
+class LoRALinear(Linear):
     """y = W x + b + scale * B A x, where W and b are frozen (Hu et al. 2021).
 
     A (rank, in) starts uniform with standard deviation 1 / sqrt(in), B (out, rank) at zero: at first nothing is added.

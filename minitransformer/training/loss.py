@@ -5,6 +5,7 @@ from torch import Tensor
 
 from minitransformer.data.packing import IGNORE
 from minitransformer.model.cost import LEAST_ROWS, LOGITS
+from minitransformer.model.product import product
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -27,7 +28,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
             kept = (target != IGNORE).unsqueeze(-1)
             target = target.clamp(min=0).unsqueeze(-1)
             with torch.autocast(kind, enabled=False):
-                logits = (chunk @ w.T).to(exact)  # (rows, V)
+                logits = product(chunk, w).to(exact)  # (rows, V)
                 if cap:
                     logits = cap * torch.tanh(logits / cap)
                 normaliser = logits.logsumexp(-1, keepdim=True)
@@ -51,9 +52,9 @@ class _HeadCrossEntropy(torch.autograd.Function):
                     grad *= slope
                 grad = grad.to(dtype)
                 if grad_x is not None:
-                    grad_x[start : start + rows] = grad @ w
+                    grad_x[start : start + rows] = product(grad, w.T)
                 if grad_w is not None:
-                    grad_w += grad.T @ chunk
+                    grad_w += product(grad.T, chunk.T)
         ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight.dtype))
         ctx.mark_non_differentiable(loss)
         return objective + loss, loss

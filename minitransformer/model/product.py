@@ -1,0 +1,58 @@
+"""Products with weight matrices. On a CPU torch has two libraries for them, and uses the slower one in fp32."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+# oneDNN, which torch takes for lower precisions and compiled models alone; MKL is half as fast in fp32 on AMD's CPUs.
+CAPABLE = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and torch.backends.mkldnn.is_available()
+ONEDNN = torch.ops.mkldnn._linear_pointwise if CAPABLE else None
+LEAST = 2**21  # multiplications that outweigh what a call of it costs more
+
+if ONEDNN is not None:
+
+    @register_flop_formula(ONEDNN)
+    def _flops(x_shape, weight_shape, *_, out_shape=None, **__) -> int:
+        return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b by oneDNN: (N, d_in), (d_out, d_in), (d_out,) -> (N, d_out)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return ONEDNN(x, weight, bias, "none", [], "")
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (for_x, for_weight, for_bias), grad = ctx.saved_tensors, ctx.needs_input_grad, grad.contiguous()
+        return (
+            product(grad, weight.t()) if for_x else None,
+            product(grad.t(), x.t()) if for_weight else None,
+            grad.sum(0) if for_bias else None,
+        )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, as `F.linear`: (..., d_in), (d_out, d_in) -> (..., d_out)."""
+    if (
+        ONEDNN is None
+        or x.device.type != "cpu"
+        or x.dtype != torch.float32
+        or weight.dtype != torch.float32
+        or x.numel() * weight.shape[0] < LEAST
+        or torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
+    ):
+        return F.linear(x, weight, bias)
+    return _Product.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, whose products are taken by `product`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_in) -> (..., d_out)."""
+        return product(x, self.weight, self.bias)
