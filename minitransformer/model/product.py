@@ -40,6 +40,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if (
         ONEDNN is None
         or x.device.type != "cpu"
+        or type(weight) not in (Tensor, nn.Parameter)  # such as the shards of fsdp
         or x.dtype != torch.float32
         or weight.dtype != torch.float32
         or x.numel() * weight.shape[0] < LEAST

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from minitransformer.model.product import product
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import AdamWConfig, MuonConfig
 
@@ -14,20 +15,20 @@ from minitransformer.training.config import AdamWConfig, MuonConfig
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Bring all singular values near 1: (..., m, n) -> (..., m, n) (Jordan et al. 2024).
+def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
+    """Bring all singular values near 1: (m, n) -> (m, n) (Jordan et al. 2024).
 
     Runs in bf16 on a GPU and in fp32 on a CPU, whichever is fast there.
     """
     a, b, c = COEFFICIENTS
-    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x / (x.norm() + 1e-7)
     for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(matrices.dtype)
+        gram = product(x, x)  # x x^T, and symmetric
+        x = a * x + product(b * gram + c * product(gram, gram), x.mT)
+    return (x.mT if tall else x).to(matrix.dtype)
 
 
 class Muon(torch.optim.Optimizer):
