@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from minitransformer.model import product
 from minitransformer.model.config import POSITIONS, AttentionConfig, ModelConfig
 from minitransformer.model.cost import (
     activation_bytes,
@@ -133,8 +134,12 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)
-def test_flops_are_within_two_percent_of_torchs_counter(settings):
-    """Which counts every product of matrices that runs; the fused kernel of the CPU is written out for it."""
+def test_flops_are_within_two_percent_of_torchs_counter(settings, monkeypatch):
+    """Which counts every product of matrices that runs; the fused kernel of the CPU is written out for it.
+
+    oneDNN is left out: behind a function of ours, checkpointing works the last product of a block out once more.
+    """
+    monkeypatch.setattr(product, "ONEDNN", None)
     shape = dict(vocab_size=61, d_model=48, n_layers=3, n_heads=4, max_seq_len=96) | settings
     config, rows = ModelConfig(**shape), 2
     n = rows * config.max_seq_len
