@@ -124,6 +124,18 @@ class Row:
         return Continuation(self.prompt, self.text, self.tokens, self.log_probs, self.finish)
 
 
+def start_rows(
+    tokenizer: Tokenizer, prompts: list[str], num_samples: int, stop: list[str] | None, seed: int | None
+) -> tuple[list[Row], list[torch.Generator]]:
+    """`num_samples` rows for each prompt in turn, and what each draws from: seed + its number (None: the clock)."""
+    ids = [[tokenizer.start, *tokenizer.encode(prompt)] for prompt in prompts]
+    rows = [Row(p, i, tokenizer, stop or []) for p, i in zip(prompts, ids, strict=True) for _ in range(num_samples)]
+    generators = [torch.Generator() for _ in rows]
+    for number, generator in enumerate(generators):
+        generator.seed() if seed is None else generator.manual_seed(seed + number)
+    return rows, generators
+
+
 def prefill(model: Transformer, rows: list[list[int]], boundary: int, length: int) -> tuple[KVCache, Tensor]:
     """A cache with room for `length` tokens that has read the rows, left-padded, and the features of their last."""
     device, longest = model.embedding.weight.device, max(map(len, rows))
@@ -156,14 +168,10 @@ def generate_rows(
     """
     sampling.check(tokenizer.vocab_size)
     deadline = time.monotonic() + (float("inf") if max_seconds is None else max_seconds)
-    ids = [[tokenizer.start, *tokenizer.encode(prompt)] for prompt in prompts]
+    rows, generators = start_rows(tokenizer, prompts, num_samples, stop, seed)
+    ids = [row.prompt_ids for row in rows[::num_samples]]
     n_new = fitting(model, max(map(len, ids)), max_new_tokens, overflow)
     limit = model.config.max_seq_len
-    rows = [Row(p, i, tokenizer, stop or []) for p, i in zip(prompts, ids, strict=True) for _ in range(num_samples)]
-    generators = [torch.Generator() for _ in rows]
-    for number, generator in enumerate(generators):
-        generator.seed() if seed is None else generator.manual_seed(seed + number)
-
     if overflow == "slide":
         ids = [i[-limit:] for i in ids]
     room = limit if overflow == "slide" else max(map(len, ids)) + (n_new or 1) - 1

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.config import Sampling
-from minitransformer.generation.generate import Row, fitting
+from minitransformer.generation.generate import Row, fitting, start_rows
 from minitransformer.generation.sampling import adjust, distribution, draw
 from minitransformer.model.cache import KVCache
 from minitransformer.model.transformer import Transformer
@@ -58,15 +58,12 @@ def speculate(
     sampling.check(tokenizer.vocab_size)
     deadline = time.monotonic() + (float("inf") if max_seconds is None else max_seconds)
     guesses = guesses or Guesses()
-    ids = [[tokenizer.start, *tokenizer.encode(prompt)] for prompt in prompts]
-    n_new = fitting(model, max(map(len, ids)), max_new_tokens)
+    rows, generators = start_rows(tokenizer, prompts, num_samples, stop, seed)
+    n_new = fitting(model, max(len(row.prompt_ids) for row in rows), max_new_tokens)
     assert n_new is not None
-    rows = [Row(p, i, tokenizer, stop or []) for p, i in zip(prompts, ids, strict=True) for _ in range(num_samples)]
     device = model.embedding.weight.device
 
-    for number, row in enumerate(rows):
-        generator = torch.Generator()
-        generator.seed() if seed is None else generator.manual_seed(seed + number)
+    for number, (row, generator) in enumerate(zip(rows, generators, strict=True)):
         if number % num_samples == 0:
             caches = [one.new_cache(1, len(row.prompt_ids) + n_new, rolling=False) for one in (model, draft)]
         else:  # the prompt was read for the sample before this one
