@@ -11,7 +11,7 @@ from pathlib import Path
 
 from minitransformer.checkpoint import latest_run, load
 from minitransformer.data.tokenizer import Tokenizer
-from minitransformer.device import choose_device
+from minitransformer.device import choose_device, keep_freed_memory
 from minitransformer.generation.beam import beam_search
 from minitransformer.generation.config import GenerateConfig, Sampling
 from minitransformer.generation.generate import Continuation, Row, generate_rows, score
@@ -30,6 +30,7 @@ def run(config: GenerateConfig) -> None:
     Raises:
         ValueError: the checkpoint, a prompt or a setting is wrong.
     """
+    keep_freed_memory()
     prompts = [config.prompt] if config.prompt_file is None else read_prompts(config.prompt_file)
     path = latest_run(Path(config.runs_dir)) if config.checkpoint is None else config.checkpoint
     device = choose_device(config.device)

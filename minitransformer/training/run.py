@@ -45,7 +45,7 @@ from minitransformer.checkpoint import (
     save_held_out,
 )
 from minitransformer.data.datamodule import TextData
-from minitransformer.device import choose_device, choose_precision
+from minitransformer.device import choose_device, choose_precision, keep_freed_memory
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.cost import parameter_count
 from minitransformer.model.transformer import Transformer
@@ -96,6 +96,7 @@ def train(
         force_interactive=None if sys.stdout.isatty() else False,  # FORCE_COLOR may colour a log, no more
     )  # fmt: skip
     _quiet()
+    keep_freed_memory()
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     device = choose_device(config.trainer.device)

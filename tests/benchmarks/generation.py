@@ -17,6 +17,7 @@ import torch
 
 from minitransformer import load
 from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.device import keep_freed_memory
 from minitransformer.generation.config import Sampling
 from minitransformer.generation.generate import generate_rows, score
 from minitransformer.model.config import ModelConfig
@@ -101,6 +102,7 @@ def bits_per_byte(model: Transformer, tokenizer: Tokenizer, text: str) -> float:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as generate.py does; the peer gains from it too
     names = sys.argv[1:] or [*SHAPES, "int8"]
     if names[0] == "bits":
         model, tokenizer = load(names[1])

@@ -26,6 +26,7 @@ from minitransformer.data.packing import Documents
 from minitransformer.data.rows import Batch, StepNumbers, TrainingSteps
 from minitransformer.data.store import TokenFile
 from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.device import keep_freed_memory
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.cost import activation_bytes
 from minitransformer.model.transformer import Transformer
@@ -244,5 +245,6 @@ def checkpointing() -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as train.py does; the peer gains from it too
     for name in sys.argv[1:] or ["loop", "peer", "packing", "checkpointing"]:
         {"loop": loop, "peer": peer, "packing": packing, "checkpointing": checkpointing}[name]()
