@@ -237,8 +237,8 @@ class MultiHeadAttention(nn.Module):
 
     def project(self, x: Tensor, rotation: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, d_model) -> queries (B, H, T, D), keys and values (B, n_kv_heads, T, D), normed and turned."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.d_head))  # (B, T, H + 2 * H_kv, D)
-        qk, v = heads.split((self.n_heads + self.n_kv_heads, self.n_kv_heads), dim=2)
+        heads = self.qkv(x).view(*x.shape[:2], -1, self.d_head)  # (B, T, H + 2 * H_kv, D)
+        qk, v = heads.split_with_sizes((self.n_heads + self.n_kv_heads, self.n_kv_heads), dim=2)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk, (self.d_head,), eps=self.norm_eps)
         if self.q_gain is not None:
@@ -246,7 +246,7 @@ class MultiHeadAttention(nn.Module):
             qk = qk * torch.cat(gains)
         if rotation is not None:
             qk = rotate(qk, rotation)
-        q, k = qk.split((self.n_heads, self.n_kv_heads), dim=2)
+        q, k = qk.split_with_sizes((self.n_heads, self.n_kv_heads), dim=2)
         if self.query_scale != 1:
             q = q * self.query_scale
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -21,8 +21,8 @@ class Buffer:
         """Store (B, H, T, D) and return all that the new ones may look at, themselves last."""
         if not self.rolling:
             start, self.length = self.length, self.length + new.shape[2]
-            self.data[:, :, start : self.length] = new
-            return self.data[:, :, : self.length]
+            self.data.narrow(2, start, new.shape[2]).copy_(new)
+            return self.data.narrow(2, 0, self.length)
         seen = torch.cat((self.data[:, :, : self.length], new), dim=2)
         kept = seen[:, :, -self.data.shape[2] :]
         self.length = kept.shape[2]

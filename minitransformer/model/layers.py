@@ -95,8 +95,8 @@ class Block(nn.Module):
         self.feed_forward_norm = make_norm(config)
         self.feed_forward = FeedForward(config)
         sandwich = self.placement == "sandwich"
-        self.attention_out_norm = make_norm(config) if sandwich else nn.Identity()
-        self.feed_forward_out_norm = make_norm(config) if sandwich else nn.Identity()
+        self.attention_out_norm = make_norm(config) if sandwich else None
+        self.feed_forward_out_norm = make_norm(config) if sandwich else None
         self.dropout = nn.Dropout(config.dropout)
         self.recompute = "none"
 
@@ -112,13 +112,19 @@ class Block(nn.Module):
     def _forward(self, x: Tensor, visibility: Visibility, **attention) -> tuple[Tensor, Tensor | None]:
         if self.placement == "post":
             mixed, weights = self.attention(x, visibility, **attention)
-            x = self.attention_norm(x + self.dropout(mixed))
-            return self.feed_forward_norm(x + self.dropout(self.feed_forward(x))), weights
+            x = self.attention_norm(x + self._written(mixed))
+            return self.feed_forward_norm(x + self._written(self.feed_forward(x))), weights
         mixed, weights = self.attention(self.attention_norm(x), visibility, **attention)
-        mixed = self.dropout(self.attention_out_norm(mixed))
+        mixed = self._written(mixed, self.attention_out_norm)
         if self.parallel:
             fed = self.feed_forward(self.feed_forward_norm(x))
-            return x + mixed + self.dropout(self.feed_forward_out_norm(fed)), weights
+            return x + mixed + self._written(fed, self.feed_forward_out_norm), weights
         x = x + mixed
         fed = self.feed_forward(self.feed_forward_norm(x))
-        return x + self.dropout(self.feed_forward_out_norm(fed)), weights
+        return x + self._written(fed, self.feed_forward_out_norm), weights
+
+    def _written(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """What a part adds to the stream. Modules that do nothing are not called: a token would wait for each."""
+        if norm is not None:
+            x = norm(x)
+        return self.dropout(x) if self.training else x

@@ -128,19 +128,19 @@ class Visibility:
         return cls(torch.arange(x.shape[1], device=x.device)[None], x.shape[1], plain=True)
 
     def rotation(self, position: "PositionalEncoding") -> Tensor | None:
-        """How the encoding turns the queries, and the keys that come with them."""
-        if self._rotation is None:
+        """How the encoding turns the queries, and the keys that come with them; None where it does not."""
+        if self._rotation is None and position.rotates:
             self._rotation = position.rotation(self.query_positions)
         return self._rotation
 
     def prepare(self, position: "PositionalEncoding", kernel: str) -> None:
         """Work out now what the layers will ask for, so that none of it becomes part of their graph."""
         self.rotation(position)
-        needed = ("block_mask",) if kernel == "flex" else ("plain", "bands" if self.worth_banding else "dense")
-        for name in needed:
+        pairs = "block_mask" if kernel == "flex" else "bands" if self.worth_banding else "dense"
+        for name in ("query_positions", "is_causal", "sees_all", pairs):
             getattr(self, name)
 
-    @property
+    @cached_property
     def query_positions(self) -> Tensor:
         return self.key_positions[:, -self.n_queries :]
 
@@ -162,12 +162,12 @@ class Visibility:
         """Does every query see all that lies before it in its document?"""
         return self.mask.contiguous and (self.mask.reach is None or self.key_positions.shape[1] <= self.mask.reach)
 
-    @property
+    @cached_property
     def is_causal(self) -> bool:
         """Is this exactly the lower triangle?"""
         return self.plain and self.whole and self._reaches_all
 
-    @property
+    @cached_property
     def sees_all(self) -> bool:
         """May every query see every key? So it is when one new token follows a cached document."""
         return self.plain and self.n_queries == 1 and self._reaches_all

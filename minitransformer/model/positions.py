@@ -23,6 +23,8 @@ class PositionalEncoding(nn.Module):
 
     #: may positions go past the `max_seq_len` that the model was built for?
     extends = True
+    #: does `rotation` turn queries and keys?
+    rotates = False
     #: does `bias` add to the scores?
     biased = False
 
@@ -30,9 +32,9 @@ class PositionalEncoding(nn.Module):
         """(B, T, d_model), (B or 1, T) -> (B, T, d_model)."""
         return x
 
-    def rotation(self, positions: Tensor) -> Tensor | None:
-        """(B or 1, T) -> complex (B or 1, T, 1, rotated / 2), or None."""
-        return None
+    def rotation(self, positions: Tensor) -> Tensor:
+        """(B or 1, T) -> complex (B or 1, T, 1, rotated / 2)."""
+        raise NotImplementedError
 
     def shift_query(self, layer: int, query: Tensor) -> Tensor:
         """(B, H, Tq, D) -> the same: what meets the keys in the scores (Transformer-XL adds its u)."""
@@ -134,6 +136,7 @@ class RotaryEncoding(PositionalEncoding):
     """
 
     extends = False
+    rotates = True
 
     def __init__(self, config: ModelConfig):
         super().__init__()

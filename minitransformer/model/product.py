@@ -38,12 +38,12 @@ class _Product(torch.autograd.Function):
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, as `F.linear`: (..., d_in), (d_out, d_in) -> (..., d_out)."""
     if (
-        ONEDNN is None
+        x.numel() * weight.shape[0] < LEAST  # asked first, as it decides for most single tokens
+        or ONEDNN is None
         or x.device.type != "cpu"
         or type(weight) not in (Tensor, nn.Parameter)  # such as the shards of fsdp
         or x.dtype != torch.float32
         or weight.dtype != torch.float32
-        or x.numel() * weight.shape[0] < LEAST
         or torch.is_autocast_enabled("cpu")
         or torch.compiler.is_compiling()
     ):

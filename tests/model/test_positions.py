@@ -162,8 +162,8 @@ def test_relative_encodings_depend_on_distance_alone(position):
     attention = model.blocks[0].attention
     results = []
     for shift in (0, 9, 40):
-        rotation = model.position.rotation(torch.arange(shift, shift + 24)[None])
         at = torch.arange(shift, shift + 24)[None]
+        rotation = model.position.rotation(at) if model.position.rotates else None
         q, k, v = attention.project(X, rotation)
         bias = model.position.bias(0, q, at, at) if model.position.biased else None
         q = model.position.shift_query(0, q)
