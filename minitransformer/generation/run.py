@@ -16,6 +16,7 @@ from minitransformer.generation.beam import beam_search
 from minitransformer.generation.config import GenerateConfig, Sampling
 from minitransformer.generation.generate import Continuation, Row, generate_rows, score
 from minitransformer.generation.speculative import Guesses, speculate
+from minitransformer.model.product import pack_weights
 from minitransformer.model.quantize import quantize_int8
 from minitransformer.model.transformer import Transformer
 
@@ -42,6 +43,10 @@ def run(config: GenerateConfig) -> None:
         draft, its_tokenizer = load(config.draft, device, say=say)
         if its_tokenizer.to_json() != tokenizer.to_json():
             raise ValueError(f"draft={config.draft} has another tokenizer than {path}")
+        pack_weights(draft, 1)
+    if not config.score:
+        at_once = config.beams if config.beams > 1 else config.num_samples * (1 if config.interactive else len(prompts))
+        pack_weights(model, at_once if draft is None else at_once * (config.draft_tokens + 1))
     if config.beams > 1:
         for prompt in asked() if config.interactive else prompts:
             found = beam_search(model, tokenizer, prompt, config.max_new_tokens, config.beams, config.length_penalty)
@@ -99,8 +104,6 @@ def show(
     sampling = Sampling(**{f.name: getattr(config, f.name) for f in fields(Sampling)})
     begin, guesses = time.perf_counter(), Guesses()
     if draft is None:
-        if len(prompts) * config.num_samples == 1 and model.embedding.weight.is_cpu:
-            model.lay_out_for_one_row()
         steps = generate_rows(
             model, tokenizer, prompts, config.max_new_tokens, sampling, config.seed, config.num_samples, config.stop,
             config.max_seconds, config.overflow,

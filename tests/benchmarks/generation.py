@@ -21,6 +21,7 @@ from minitransformer.device import keep_freed_memory
 from minitransformer.generation.config import Sampling
 from minitransformer.generation.generate import generate_rows, score
 from minitransformer.model.config import ModelConfig
+from minitransformer.model.product import pack_weights
 from minitransformer.model.quantize import quantize_int8
 from minitransformer.model.transformer import Transformer
 
@@ -49,8 +50,8 @@ def ours(shape: dict, n_new: int, rows: int, int8: bool = False):
     model, tokenizer = Transformer(config).eval(), Ids(shape["vocab_size"])
     if int8:
         quantize_int8(model)
-    elif rows == 1:
-        model.lay_out_for_one_row()  # as generate.py does
+    else:
+        pack_weights(model, rows)  # as generate.py does
     prompts = torch.randint(shape["vocab_size"] - 1, (rows, 63)).tolist()
     sampling = Sampling(top_k=50, banned=[tokenizer.boundary])
 

@@ -5,7 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitransformer.model import product as module
-from minitransformer.model.product import LEAST, ONEDNN, Linear, product
+from minitransformer.model.product import LEAST, ONEDNN, Linear, PackedLinear, pack_weights, product
+from minitransformer.model.quantize import quantize_int8
+from tests.model.models import make
 
 if ONEDNN is None:
     pytest.skip("this CPU or this torch has no oneDNN to take fp32 products", allow_module_level=True)
@@ -68,3 +70,45 @@ def test_second_derivatives(monkeypatch):
     (grad,) = torch.autograd.grad(product(x, weight).square().sum(), x, create_graph=True)
     (expected,) = torch.autograd.grad(grad.square().sum(), weight)
     torch.testing.assert_close(second, expected, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 8, 200])
+@pytest.mark.parametrize(("d_in", "d_out"), [(256, 256), (65, 7), (64, 4097), (1024, 256)])
+def test_packed_products(d_in, d_out, rows, bias):
+    torch.manual_seed(0)
+    linear, x = Linear(d_in, d_out, bias=bias), torch.randn(rows, 1, d_in)
+    expected = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
+    with torch.inference_mode():
+        found = PackedLinear(linear)(x)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5 * d_in**0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize(("rows", "packed"), [
+    (1, {"head"}), (4, {"head"}), (64, {"head", "blocks.0.feed_forward.input", "blocks.0.feed_forward.output"}),
+])  # fmt: skip
+def test_a_packed_model_gives_the_same_logits(rows, packed, tie):
+    """64 x 20,000 weights are enough for one row, 64 x 256 for 64 rows, and 64 x 192 for neither."""
+    model = make(tie_embeddings=tie, bias=True, n_layers=1, d_model=64, vocab_size=20_000)
+    tokens, table = torch.randint(20_000, (rows, 12)), model.embedding.weight.clone()
+    with torch.inference_mode():
+        expected = model(tokens)
+        pack_weights(model, rows)
+        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(model.embedding.weight, table)
+    assert {name for name, part in model.named_modules() if isinstance(part, PackedLinear)} == packed
+    for part in model.modules():
+        if isinstance(part, Linear):
+            assert part.weight.is_contiguous() == (rows > 1)
+
+
+def test_what_is_packed_stays_as_it_is_elsewhere():
+    """Where the numbers are not fp32, or lie in eight bits already."""
+    model = make(n_layers=1, d_model=64, vocab_size=20_000).bfloat16()
+    pack_weights(model, 64)
+    assert not any(isinstance(part, PackedLinear) for part in model.modules())
+    quantize_int8(model)
+    names = [type(part) for part in model.modules()]
+    pack_weights(model, 1)
+    assert [type(part) for part in model.modules()] == names

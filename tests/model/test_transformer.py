@@ -222,14 +222,3 @@ def test_logit_soft_cap_bounds_logits():
     model = Transformer(ModelConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, logit_soft_cap=5.0))
     torch.nn.init.normal_(model.head.weight, std=10)
     assert model(torch.randint(50, (1, 8))).abs().max() <= 5
-
-
-@pytest.mark.parametrize("tie", [False, True])
-def test_another_layout_of_the_weights_changes_nothing(tie):
-    model = make(tie_embeddings=tie, bias=True)
-    tokens = torch.randint(50, (2, 12))
-    before, state = model(tokens), {name: w.clone() for name, w in model.state_dict().items()}
-    model.lay_out_for_one_row()
-    torch.testing.assert_close(model(tokens), before, atol=1e-5, rtol=1e-5)
-    assert all(torch.equal(w, state[name]) for name, w in model.state_dict().items())
-    assert (model.head.weight is model.embedding.weight) == tie
