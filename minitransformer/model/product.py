@@ -10,6 +10,7 @@ CAPABLE = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and torc
 ONEDNN = torch.ops.mkldnn._linear_pointwise if CAPABLE else None
 LEAST = 2**21  # multiplications that outweigh what a call of it costs more
 LEAST_PACKED = 2**20  # the same where it need not put the weights in order first
+LEAST_WEIGHTS = 2**17  # that are read faster so, even for a single row
 
 if ONEDNN is not None:
 
@@ -83,13 +84,10 @@ def pack_weights(model: nn.Module, rows: int) -> None:
     """
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if not isinstance(child, nn.Linear) or child.weight.device.type != "cpu":
+            if not isinstance(child, nn.Linear) or not (weight := child.weight).is_cpu:
                 continue
-            if (
-                ONEDNN is not None
-                and child.weight.dtype == torch.float32
-                and rows * child.weight.numel() >= LEAST_PACKED
-            ):
+            large = weight.numel() >= LEAST_WEIGHTS or rows * weight.numel() >= LEAST_PACKED
+            if ONEDNN is not None and weight.dtype == torch.float32 and large:
                 setattr(module, name, PackedLinear(child))
             elif rows == 1:
-                child.weight.data = child.weight.t().contiguous().t()
+                weight.data = weight.t().contiguous().t()

@@ -89,9 +89,9 @@ def test_packed_products(d_in, d_out, rows, bias):
     (1, {"head"}), (4, {"head"}), (64, {"head", "blocks.0.feed_forward.input", "blocks.0.feed_forward.output"}),
 ])  # fmt: skip
 def test_a_packed_model_gives_the_same_logits(rows, packed, tie):
-    """64 x 20,000 weights are enough for one row, 64 x 256 for 64 rows, and 64 x 192 for neither."""
-    model = make(tie_embeddings=tie, bias=True, n_layers=1, d_model=64, vocab_size=20_000)
-    tokens, table = torch.randint(20_000, (rows, 12)), model.embedding.weight.clone()
+    """64 x 2,048 weights are enough for one row, 64 x 256 for 64 rows, and 64 x 192 for neither."""
+    model = make(tie_embeddings=tie, bias=True, n_layers=1, d_model=64, vocab_size=2048)
+    tokens, table = torch.randint(2048, (rows, 12)), model.embedding.weight.clone()
     with torch.inference_mode():
         expected = model(tokens)
         pack_weights(model, rows)
@@ -105,7 +105,7 @@ def test_a_packed_model_gives_the_same_logits(rows, packed, tie):
 
 def test_what_is_packed_stays_as_it_is_elsewhere():
     """Where the numbers are not fp32, or lie in eight bits already."""
-    model = make(n_layers=1, d_model=64, vocab_size=20_000).bfloat16()
+    model = make(n_layers=1, d_model=64, vocab_size=2048).bfloat16()
     pack_weights(model, 64)
     assert not any(isinstance(part, PackedLinear) for part in model.modules())
     quantize_int8(model)
