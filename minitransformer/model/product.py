@@ -82,8 +82,8 @@ def pack_weights(model: nn.Module, rows: int) -> None:
     Large ones become `PackedLinear`; for a single row small ones are stored column by column. Values stay, but the
     model can be neither trained nor saved any more, and a head that was tied to the embedding is held beside it.
     """
-    for module in list(model.modules()):
-        for name, child in module.named_children():
+    for module in [part for part in model.modules() if not isinstance(part, nn.Linear)]:
+        for name, child in module.named_children():  # one by one, so that what is replaced is freed at once
             if not isinstance(child, nn.Linear) or not (weight := child.weight).is_cpu:
                 continue
             large = weight.numel() >= LEAST_WEIGHTS or rows * weight.numel() >= LEAST_PACKED

@@ -35,7 +35,7 @@ class Int8Linear(nn.Module):
 
 def quantize_int8(model: nn.Module) -> None:
     """Put an `Int8Linear` in the place of every `nn.Linear`, for inference. Embeddings keep their numbers."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
+    for module in [part for part in model.modules() if not isinstance(part, nn.Linear)]:
+        for name, child in module.named_children():  # one by one, so that what is replaced is freed at once
             if isinstance(child, nn.Linear):
                 setattr(module, name, Int8Linear(child))
