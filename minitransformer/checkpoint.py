@@ -22,11 +22,13 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from pickle import UnpicklingError
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -212,13 +214,29 @@ def read_checkpoint(path: Path) -> dict:
     Raises:
         CheckpointError: the file is cut short, damaged, or holds more than plain values.
     """
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a file that is not what it should be
-        raise CheckpointError(f"{path} cannot be read as a checkpoint ({str(error).splitlines()[0]})") from None
+    saved = read_plain(path)
     if not isinstance(saved, dict) or HEADER not in saved or "state_dict" not in saved:
         raise CheckpointError(f"{path} is not a checkpoint of minitransformer")
     return saved
+
+
+def read_plain(path: Path) -> Any:
+    """What `torch.save` wrote, on the CPU, if it is nothing but tensors and plain values: no code is run.
+
+    Raises:
+        CheckpointError: it is something else, or the file is cut short or damaged.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch would have it reported where it is no file of its own
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        if isinstance(error, UnpicklingError):  # whose words advise to run the code
+            why = "it is none, or holds more than plain values"
+        elif isinstance(error, EOFError) or "PytorchStreamReader" in str(error):
+            why = "it is cut short or damaged"
+        else:
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{path} cannot be read as a checkpoint ({why})") from None
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -387,9 +387,11 @@ class Evil:
 def pickled(what):
     def edit(folder):
         (folder / "model.safetensors").unlink()
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(what)) if isinstance(what, Evil) else torch.save(
-            what, folder / "pytorch_model.bin"
-        )
+        path = folder / "pytorch_model.bin"
+        if isinstance(what, dict):
+            torch.save(what, path)
+        else:
+            path.write_bytes(what if isinstance(what, bytes) else pickle.dumps(what))
 
     return edit
 
@@ -411,7 +413,8 @@ WRONG = {
     "left-over tensor": (tensors(lambda t: t.update({"model.x": torch.zeros(1)})), ["1 tensors", "model.x"]),
     "more layers": (edit(num_hidden_layers=1), ["tensors that a LlamaForCausalLM", "model.layers.1."]),
     "ties what differs": (edit(tie_word_embeddings=True), ["ties the embedding and the head", "differ"]),
-    "code in a pickle": (pickled(Evil()), ["cannot be read with weights_only=True"]),
+    "code in a pickle": (pickled(Evil()), ["none, or holds more than plain values"]),
+    "empty pickle": (pickled(b""), ["pytorch_model.bin cannot be read", "cut short or damaged"]),
     "no tensors in a pickle": (pickled({"a": 1}), ["more than tensors by name"]),
     "other family": (edit(model_type="t5"), ["model_type='t5'", "llama, mistral"]),
     "other task": (edit(architectures=["LlamaForSequenceClassification"]), ["LlamaForSequenceClassification"]),
