@@ -170,7 +170,7 @@ class LanguageModel(pl.LightningModule):
         spent = self.seconds + time.perf_counter() - self._mark - window["seconds"]
         tokens_per_s = window["targets"] / spent
         metrics = {
-            "train/loss": loss / max(1, window["targets"]),
+            "train/loss": loss / window["targets"] if window["targets"] else math.nan,  # every step was skipped
             "optim/lr": self.config.optimizer.lr * factor,
             "optim/lr_factor": factor,
             "optim/grad_norm": self._norm.item(),

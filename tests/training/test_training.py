@@ -299,7 +299,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_moves_no_schedule(train, 
     found = metrics(run)
     assert [count for _, count in found["optim/skipped_steps"]] == [0, 0, 1, 1, 1, 1]
     finite = {name for name, values in found.items() if all(math.isfinite(v) for _, v in values)}
-    assert all(name.startswith("optim/grad_norm") for name in found.keys() - finite)
+    assert all(name.startswith(("optim/grad_norm", "train/loss")) for name in found.keys() - finite)
+    losses = [loss for _, loss in found["train/loss"]]
+    assert [math.isnan(loss) for loss in losses] == [False, False, True, False, False, False]  # there is none of it
+    assert min(losses[:2] + losses[3:]) > 1
     factors = [1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3]  # the third step is taken back and its rate used again
     assert [f for _, f in found["optim/lr_factor"]] == pytest.approx(factors)
     resumed = train("bad2", *settings, "trainer.max_steps=5")
