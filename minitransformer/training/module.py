@@ -1,7 +1,6 @@
 """One optimizer step, one validation: the LightningModule."""
 
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,6 +16,7 @@ from minitransformer.checkpoint import HEADER, describe
 from minitransformer.data.packing import IGNORE
 from minitransformer.data.rows import Batch
 from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.device import peak_memory
 from minitransformer.model.cost import flops_per_token
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import TrainConfig
@@ -24,11 +24,6 @@ from minitransformer.training.lora import ADAPTER, fingerprint, merged
 from minitransformer.training.loss import head_cross_entropy
 from minitransformer.training.optimizers import make_optimizer
 from minitransformer.training.schedules import rate
-
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None
 
 
 def parts(model: Transformer) -> dict[str, list[nn.Parameter]]:
@@ -198,9 +193,7 @@ class LanguageModel(pl.LightningModule):
         """Bytes that this process has held at most: of the GPU's memory, or of the machine's."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        if resource is None:
-            return 0
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return peak_memory()
 
     def peak_flops(self) -> float | None:
         """What the device could do at most in the precision of training; None where it is not known."""
