@@ -280,6 +280,11 @@ def read_metrics(run: Path) -> list[dict[str, float | None]]:
     return _objects(run / METRICS_FILE)
 
 
+def validated(run: Path, step: int) -> bool:
+    """Was the loss on held-out text logged after `step`?"""
+    return any(moment["step"] == step and "val/loss" in moment for moment in read_metrics(run))
+
+
 def _objects(path: Path) -> list[dict]:
     """Of a file with an object a line, which names its step; half a line that a kill left at the end is passed over.
 

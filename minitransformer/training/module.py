@@ -187,7 +187,8 @@ class LanguageModel(pl.LightningModule):
             flops = flops_per_token(self.model.config, training=True) * tokens_per_s
             metrics["speed/mfu"] = flops / (peak * self.trainer.world_size)
         self.log_now(metrics, step)
-        self._window = {}
+        if step % self.settings.log_every == 0:  # not at an end between, after which the run may be extended
+            self._window = {}
 
     def peak_memory(self) -> int:
         """Bytes that this process has held at most: of the GPU's memory, or of the machine's."""
@@ -264,11 +265,11 @@ class LanguageModel(pl.LightningModule):
         counts = {name: getattr(self, name) for name in ("tokens_seen", "skipped", "skipped_in_row")}
         checkpoint["counts"] = counts
         if self._window:
-            window = {name: self._window[name] for name in ("targets", "steps")}
-            checkpoint["window"] = window | {"nats": float(self._window["nats"])}
+            window = {"nats": float(self._window["nats"]), "seconds": self._window["seconds"] - self.seconds}
+            checkpoint["window"] = self._window | window
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         for name, value in checkpoint["counts"].items():
             setattr(self, name, value)
         if "window" in checkpoint:
-            self._window = checkpoint["window"] | {"seconds": 0.0}
+            self._window = {"seconds": 0.0} | checkpoint["window"]
