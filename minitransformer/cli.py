@@ -7,8 +7,10 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_origin
 
 from minitransformer.convert.config import ConvertConfig
@@ -248,7 +250,11 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
             failures.append(error)
 
     try:
-        task()
+        with ExitStack() as stack:
+            if name != "train" and {"-m", "--multirun"} & set(sys.argv[1:]):  # Hydra wants a folder for a sweep
+                folder = stack.enter_context(TemporaryDirectory())
+                sys.argv.append(f"hydra.sweep.dir={_literal(folder)}")
+            task()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
