@@ -456,6 +456,9 @@ def test_wrong_commands_are_refused_in_one_line(command, folder, tmp_path):
         ([f"from={folder}", "to=out", "tokenizer_path=nowhere"], ["tokenizer_path=nowhere does not exist"]),
         ([f"from={folder.parent}/m.safetensors", "to=out", "tokenizer_path=book.txt"], ["is for Hugging Face folders"]),
         ([f"from={folder}", "to=out", "shard_gb=0"], ["shard_gb=0"]),
+        (["form=nowhere", "to=out"], ["form is not a setting; did you mean from?"]),
+        (["folder=nowhere", "to=out"], ["there are from, to, tokenizer_path, shard_gb"]),
+        (["from=[a]", "to=out"], ["error: from: Cannot convert"]), (["from=a,b", "to=out"], ["'from=a,b'"]),
     ):  # fmt: skip
         result = command("convert", *arguments)
         assert result.code == 1
