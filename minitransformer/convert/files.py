@@ -106,15 +106,22 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], shard_bytes: float) 
         shards[-1][name] = tensor
         size += tensor.nbytes
     if len(shards) == 1:
-        save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
+        _write_file(folder / SAFETENSORS, tensors)
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        _write_file(folder / file, shard)
         places |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     write_json(folder / f"{SAFETENSORS}.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; safetensors would let nobody else read the file
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Files of every kind, configs as the hub has them, models of ours that leave, and what is refused in one line."""
 
 import json
+import os
 import pickle
 import shutil
 
@@ -95,6 +96,20 @@ def test_weights_of_every_form_are_read(folder, tmp_path, form):
         assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
         model, _ = load(tmp_path / "again")
         assert model.embedding.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o000], ids=oct)
+def test_files_have_the_mode_that_the_umask_says(folder, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        convert(folder, tmp_path / "ours")
+        convert(tmp_path / "ours", tmp_path / "whole")
+        convert(tmp_path / "ours", tmp_path / "shards", shard_gb=5e-6)
+    finally:
+        os.umask(before)
+    files = [path for name in ("ours", "whole", "shards") for path in (tmp_path / name).iterdir()]
+    assert len(files) > 10
+    assert {path: oct(path.stat().st_mode & 0o777) for path in files} == dict.fromkeys(files, oct(0o666 & ~umask))
 
 
 def test_weights_are_written_in_shards(folder, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import signal
@@ -271,7 +272,6 @@ def test_a_signal_saves_and_says_how_to_go_on(command, workdir, signum, code):
 
 def test_a_full_disk_is_named_and_leaves_what_was_there(train, command, workdir, monkeypatch):
     import errno
-    import os
 
     run = train("mine", "trainer.max_steps=2")
     before = sorted(p.name for p in run.rglob("*") if p.is_file())
@@ -302,6 +302,9 @@ def test_a_run_directory_explains_itself(trained, command):
     config = OmegaConf.load(trained / "config.yaml")
     assert config.model.d_model == 32
     assert config.data.files == ["book.txt"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in trained.rglob("*") if path.is_file()} == {0o666 & ~umask}
     text = (trained / "samples.txt").read_text(encoding="utf-8")
     assert re.findall(r"--- step (\d+) ---", text) == ["3", "6"]
     saved = torch.load(checkpoints(trained)[-1], weights_only=True)
