@@ -25,6 +25,9 @@ CONFIG = dict(
 )  # fmt: skip
 
 
+LAYERNORM = dict(norm="layernorm", bias=True)
+
+
 def convert(source, to, **settings) -> None:
     run(ConvertConfig(source=str(source), to=str(to), **settings))
 
@@ -155,7 +158,7 @@ HUB = {
              summary_first_dropout=0.1, summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True,
              task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}, vocab_size=50257),
         {"d_model": 768, "position": "learned", "tie_embeddings": True, "activation": "gelu_tanh", "d_ff": 3072,
-         "attention.qkv_bias": True, "norm_eps": 1e-5, "max_seq_len": 1024},
+         "attention.qkv_bias": True, "norm_eps": 1e-5, "max_seq_len": 1024, "dropout": 0.1},
     ),
     "pythia-70m": (
         dict(architectures=["GPTNeoXForCausalLM"], bos_token_id=0, eos_token_id=0, hidden_act="gelu", hidden_size=512,
@@ -246,9 +249,48 @@ def test_published_configs_are_read_and_written_again(name):
         assert family.read_config(newer).flat() == settings
 
 
+GPT2 = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+NEOX = ("hidden_dropout", "attention_dropout")
+
+
+@pytest.mark.parametrize(("position", "keys", "given", "dropout", "left_out"), [
+    ("learned", GPT2, [0.2, 0.2, 0.2], 0.2, ""), ("learned", GPT2, [None, None, None], 0.1, ""),
+    ("learned", GPT2, [0.0, 0, 0.0], 0.0, ""), ("learned", GPT2, [0.1, 0.0, None], 0.0, "resid_pdrop=0.1, attn_pdrop"),
+    ("rotary", NEOX, [0.3, 0.3], 0.3, ""), ("rotary", NEOX, [None, 0.1], 0.0, "attention_dropout=0.1 "),
+], ids=str)  # fmt: skip
+def test_dropouts_are_read_and_written_where_there_is_one_for_all(
+    tmp_path, capsys, position, keys, given, dropout, left_out
+):
+    saved(tmp_path / "m.safetensors", position=position, dropout=0.05, parallel=position == "rotary", **LAYERNORM)
+    convert(tmp_path / "m.safetensors", tmp_path / "theirs")
+    written = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert [written[key] for key in keys] == [0.05] * len(keys)
+    values = ["gone" if value is None else value for value in given]
+    edit(**dict(zip(keys, values, strict=True)))(tmp_path / "theirs")
+    capsys.readouterr()
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    said = [line for line in capsys.readouterr().out.splitlines() if "is left out" in line]
+    assert load(tmp_path / "ours")[0].config.dropout == dropout
+    assert len(said) == bool(left_out)
+    assert left_out in "".join(said)
+
+
+def test_a_family_without_dropout_says_what_it_leaves_out(folder, tmp_path, capsys):
+    saved(tmp_path / "dropped.safetensors", activation="swiglu", dropout=0.2)
+    for name, line in (("dropped", "model.dropout=0.2 is left out: LlamaForCausalLM has no such dropout\n"), ("m", "")):
+        capsys.readouterr()
+        convert(tmp_path / f"{name}.safetensors", tmp_path / name)
+        assert capsys.readouterr().out.startswith(line + str(tmp_path / name))
+        assert "dropout" not in (tmp_path / name / "config.json").read_text()
+    edit(attention_dropout=0.1)(folder)
+    convert(folder, tmp_path / "ours")
+    assert "attention_dropout=0.1 is left out: " in capsys.readouterr().out
+    assert load(tmp_path / "ours")[0].config.dropout == 0
+
+
 # Models of ours --------------------------------------------------------------------------------------------------
 
-A, LAYERNORM = AttentionConfig, dict(norm="layernorm", bias=True)
+A = AttentionConfig
 
 
 @pytest.mark.parametrize(("settings", "model_type"), [
