@@ -6,7 +6,7 @@
       model.safetensors    the newest weights, with the model's config and tokenizer in the header
       best.safetensors     those with the lowest validation loss
       checkpoints/         the whole training state, step-00000200.ckpt and so on
-      metrics.jsonl        what was logged, an object a line: step, tokens (targets trained on so far), metrics
+      metrics.jsonl        what was logged, an object a line: step, time (Unix), tokens (targets so far), metrics
       samples.txt          text sampled while the model trained
       attention/           pictures of attention weights at those steps
       starts.jsonl         how and on what the run was started and went on: an object each time

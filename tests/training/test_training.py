@@ -31,7 +31,7 @@ def metrics(run) -> dict[str, list[tuple[int, float]]]:
     for moment in read_metrics(run):
         step = moment.pop("step")
         for name, value in moment.items():
-            if not name.startswith("speed/"):
+            if name != "time" and not name.startswith("speed/"):
                 found.setdefault(name, []).append((step, math.nan if value is None else value))
     return found
 
