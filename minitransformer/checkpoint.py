@@ -6,7 +6,7 @@
       model.safetensors    the newest weights, with the model's config and tokenizer in the header
       best.safetensors     those with the lowest validation loss
       checkpoints/         the whole training state, step-00000200.ckpt and so on
-      metrics.jsonl        what was logged, an object a line: step, tokens (targets trained on so far), metrics
+      metrics.jsonl        what was logged, an object a line: step, time (Unix), tokens (targets so far), metrics
       samples.txt          text sampled while the model trained
       attention/           pictures of attention weights at those steps
       starts.jsonl         how and on what the run was started and went on: an object each time
@@ -22,11 +22,13 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from pickle import UnpicklingError
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -212,13 +214,29 @@ def read_checkpoint(path: Path) -> dict:
     Raises:
         CheckpointError: the file is cut short, damaged, or holds more than plain values.
     """
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a file that is not what it should be
-        raise CheckpointError(f"{path} cannot be read as a checkpoint ({str(error).splitlines()[0]})") from None
+    saved = read_plain(path)
     if not isinstance(saved, dict) or HEADER not in saved or "state_dict" not in saved:
         raise CheckpointError(f"{path} is not a checkpoint of minitransformer")
     return saved
+
+
+def read_plain(path: Path) -> Any:
+    """What `torch.save` wrote, on the CPU, if it is nothing but tensors and plain values: no code is run.
+
+    Raises:
+        CheckpointError: it is something else, or the file is cut short or damaged.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch would have it reported where it is no file of its own
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        if isinstance(error, UnpicklingError):  # whose words advise to run the code
+            why = "it is none, or holds more than plain values"
+        elif isinstance(error, EOFError) or "PytorchStreamReader" in str(error):
+            why = "it is cut short or damaged"
+        else:
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{path} cannot be read as a checkpoint ({why})") from None
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -260,6 +278,11 @@ def add_metrics(run: Path, step: int, metrics: dict[str, float]) -> None:
 def read_metrics(run: Path) -> list[dict[str, float | None]]:
     """The logged moments of a run, in order; training and validation log the same step apart. Empty without any."""
     return _objects(run / METRICS_FILE)
+
+
+def validated(run: Path, step: int) -> bool:
+    """Was the loss on held-out text logged after `step`?"""
+    return any(moment["step"] == step and "val/loss" in moment for moment in read_metrics(run))
 
 
 def _objects(path: Path) -> list[dict]:

@@ -7,8 +7,10 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_origin
 
 from minitransformer.convert.config import ConvertConfig
@@ -146,7 +148,7 @@ def convert() -> None:
 
         run(config)
 
-    # `from` is a word of Python's, which no field of a dataclass can be called.
+    # See `spoken`.
     sys.argv[1:] = [re.sub("^from=", "source=", argument) for argument in sys.argv[1:]]
     _main("convert", job)
 
@@ -248,7 +250,11 @@ def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
             failures.append(error)
 
     try:
-        task()
+        with ExitStack() as stack:
+            if name != "train" and {"-m", "--multirun"} & set(sys.argv[1:]):  # Hydra wants a folder for a sweep
+                folder = stack.enter_context(TemporaryDirectory())
+                sys.argv.append(f"hydra.sweep.dir={_literal(folder)}")
+            task()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -335,17 +341,22 @@ def one_line(error: Exception, name: str) -> str | None:
         return f"{found[1]}={found[2]} is not known; choose one of {', '.join(options(found[1]))}"
     if found := re.search(r"Could not override '([^']+)'|[Kk]ey '([^']+)' (?:is )?not in", text):
         return unknown_key(found[1] or found[2], name)
-    lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+    lines = [spoken(line.strip()) for line in str(error.__cause__ or error).splitlines() if line.strip()]
     key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
     if "is not a ListConfig" in lines[0]:
         return f"{key} takes a list, such as {key}=[a,b]"
     return f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
 
 
+def spoken(text: str) -> str:
+    """With `from`, a word of Python's that no field of a dataclass can be called, in the place of its field's name."""
+    return re.sub(r"\bsource(?==|$)", "from", text)
+
+
 def unknown_key(key: str, name: str) -> str:
     """Name the nearest setting that exists."""
     groups = [a for a in sys.argv[1:] if "=" in a and "," not in a and (config_dir() / a.split("=")[0]).is_dir()]
-    known = list(_leaves(compose(name, groups)))
+    known = list(map(spoken, _leaves(compose(name, groups))))
     by_last = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
     group = key.rpartition(".")[0]
     siblings = [k for k in known if k.rpartition(".")[0] == group]

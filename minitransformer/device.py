@@ -1,11 +1,19 @@
 """The device and the precision that a setting stands for on this machine, and its memory."""
 
 import ctypes
+import re
 import sys
+from pathlib import Path
 
 import torch
 
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
+
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+STATUS = Path("/proc/self/status")
 
 
 def choose_device(name: str) -> torch.device:
@@ -46,3 +54,13 @@ def keep_freed_memory() -> None:
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def peak_memory() -> int:
+    """Bytes of the machine's memory that this process has held at most; 0 where nothing tells."""
+    # On Linux, where getrusage may tell of the process that started this one.
+    if found := re.search(r"VmHWM:\s*(\d+) kB", STATUS.read_text() if STATUS.exists() else ""):
+        return 1024 * int(found[1])
+    if resource is None:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

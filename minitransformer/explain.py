@@ -30,6 +30,7 @@ from minitransformer.model.cost import (
     training_memory,
 )
 from minitransformer.training.config import ExplainConfig, MuonConfig, inherit
+from minitransformer.words import duration, short
 
 OPTIMAL = 20  # tokens a parameter for the least loss at given operations (Hoffmann et al. 2022)
 EPOCHS = 4  # that are about as good as new text (Muennighoff et al. 2023)
@@ -405,21 +406,6 @@ def table(first: str, *others: str) -> Table:
     for name in others:
         made.add_column(name, justify="right")
     return made
-
-
-def short(number: float) -> str:
-    """1,234,567 as 1.23 M."""
-    for power, letter in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if number >= 10**power:
-            return f"{number / 10**power:.3g} {letter}"
-    return f"{number:.3g}"
-
-
-def duration(seconds: float) -> str:
-    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:,.1f} {name}"
-    return f"{seconds:.0f} s"
 
 
 if __name__ == "__main__":

@@ -91,6 +91,32 @@ def test_a_checkpoint_never_runs_code(tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
 
 
+def spoilt(path):
+    torch.save({"state_dict": {"x": torch.ones(9)}, "minitransformer": {}}, path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda path: b"# A readme\n", "none, or holds more than plain values"),
+    (lambda path: bytes(99), "none, or holds more than plain values"),
+    (lambda path: pickle.dumps({"a": 1}), "none, or holds more than plain values"),
+    (lambda path: torch.save(Bomb(), path), "none, or holds more than plain values"),
+    (lambda path: b"", "cut short or damaged"), (lambda path: spoilt(path)[:-50], "cut short or damaged"),
+    (lambda path: spoilt(path)[: len(spoilt(path)) // 2], "cut short or damaged"),
+    (lambda path: spoilt(path).replace(b"data.pkl", b"dota.pkl"), "cut short or damaged"),
+], ids=["text", "zeros", "pickle", "code", "empty", "cut", "half", "spoilt"])  # fmt: skip
+def test_why_a_checkpoint_cannot_be_read_is_said_without_advice_to_run_its_code(tmp_path, recwarn, make, words):
+    path = tmp_path / "other.ckpt"
+    if data := make(path):
+        path.write_bytes(data)
+    elif not path.exists():
+        path.touch()
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(path)
+    assert str(caught.value) == f"{path} cannot be read as a checkpoint (it is {words})"
+    assert not recwarn.list
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere does not exist"):
         load(tmp_path / "nowhere")

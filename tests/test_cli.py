@@ -298,3 +298,16 @@ def test_a_reader_of_help_may_leave():
     )
     pipe.stdout.close()
     assert (pipe.stderr.read(), pipe.wait()) == ("", 0)
+
+
+@pytest.mark.parametrize(("name", "arguments"), [
+    ("explain", ["model=tiny,small", "output=json"]), ("generate", ["seed=1,2", "max_new_tokens=3", "output=json"]),
+    ("evaluate", ["stride=8,16", "output=json"]),
+])  # fmt: skip
+def test_a_sweep_of_a_command_that_only_reads_leaves_nothing(command, trained, workdir, name, arguments):
+    before = sorted(workdir.rglob("*"))
+    result = command(name, "--multirun" if name == "explain" else "-m", *arguments)
+    assert result.code == 0, result.err
+    one, other = (json.loads(line) for line in result.out.splitlines())
+    assert one != other
+    assert sorted(workdir.rglob("*")) == before

@@ -1,10 +1,14 @@
-"""What the commands ask of the machine's memory."""
+"""What the commands ask of the machine's memory, and what they say of it."""
 
 import platform
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from minitransformer import device
 
 # Page faults each time that a tensor of 40 MB comes and goes: more than glibc ever keeps by default.
 ROUNDS = """
@@ -27,3 +31,31 @@ def test_freed_memory_serves_the_next_tensors():
     }
     assert faults["default"] >= 19  # pages of 2 MB; of 4 KB there are 9,766
     assert faults["keep"] < 2
+
+
+CHILD = "from minitransformer.device import peak_memory; block = b'x' * {size}; print(peak_memory())"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="what a parent leaves behind is Linux's")
+def test_the_memory_of_a_process_is_not_its_parents():
+    """A child that takes 256 MB beside Python and torch, of a parent that holds a gigabyte more than that."""
+    parent = "import subprocess, sys; held = b'x' * 2**30; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+    def peak(size):
+        command = [sys.executable, "-c", parent, CHILD.format(size=size)]
+        return int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+    small, large = peak(1), peak(2**28)
+    assert 2**26 < small < 2**30
+    assert large - small == pytest.approx(2**28, rel=0.1)
+
+
+@pytest.mark.parametrize("status", [None, "VmRSS: 5 kB"])
+@pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_elsewhere_it_is_what_getrusage_says_in_its_unit(monkeypatch, tmp_path, system, unit, status):
+    monkeypatch.setattr(device, "STATUS", tmp_path / "status")
+    if status:
+        device.STATUS.write_text(status)
+    monkeypatch.setattr(sys, "platform", system)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert device.peak_memory() == pytest.approx(kilobytes * unit, rel=0.1)

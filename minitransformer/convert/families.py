@@ -9,6 +9,7 @@ from minitransformer.convert.mapping import (
     NoCounterpart,
     Part,
     cap,
+    dropout,
     ignored,
     layers,
     only,
@@ -209,10 +210,11 @@ GPT2 = Family(
         same("activation_function", "activation", "gelu_new", {"gelu_new": "gelu_tanh"} | UNGATED),
         same("layer_norm_epsilon", "norm_eps", 1e-5),
         same("tie_word_embeddings", "tie_embeddings", True),
+        dropout("resid_pdrop", "embd_pdrop", "attn_pdrop", default=0.1),
         only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
         ignored(
-            "n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn", "summary_type",
-            "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+            "n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
+            "summary_proj_to_labels", "summary_first_dropout",
         ),
     ],
     names={
@@ -249,6 +251,7 @@ GPT_NEOX = Family(  # and Pythia
         same("attention_bias", "attention.qkv_bias attention.output_bias", True),
         hidden_act("gelu", UNGATED),
         rotary("rotary_emb_base", "rotary_pct", 0.25),
+        dropout("hidden_dropout", "attention_dropout", default=0.0),
         only(is_decoder=False),
         ignored("rope_theta", "partial_rotary_factor"),  # transformers 4 repeats in them what the others say
     ],

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from minitransformer.checkpoint import CheckpointError, read_plain
 from minitransformer.convert.mapping import ConvertError
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
@@ -67,10 +67,9 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise ConvertError(f"{path} cannot be read as safetensors ({error})") from None
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds; what is no plain tensor must not be unpickled
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConvertError(f"{path} cannot be read with weights_only=True ({line})") from None
+        found = read_plain(path)
+    except CheckpointError as error:
+        raise ConvertError(str(error)) from None
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ConvertError(f"{path} holds more than tensors by name")
     return found
@@ -107,15 +106,22 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], shard_bytes: float) 
         shards[-1][name] = tensor
         size += tensor.nbytes
     if len(shards) == 1:
-        save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
+        _write_file(folder / SAFETENSORS, tensors)
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        _write_file(folder / file, shard)
         places |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     write_json(folder / f"{SAFETENSORS}.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; safetensors would let nobody else read the file
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

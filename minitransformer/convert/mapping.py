@@ -90,6 +90,19 @@ def cap(key: str, setting: str, default: float | None) -> Part:
     )
 
 
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout")  # whatever the family
+
+
+def dropout(*keys: str, default: float) -> Part:
+    """Dropouts of attention weights, branch outputs and embeddings: one with us, or none where they differ."""
+
+    def read(given: dict[str, Any]) -> Settings:
+        values = {given[key] or 0.0 for key in keys}
+        return {"dropout": values.pop()} if len(values) == 1 else {}
+
+    return Part(dict.fromkeys(keys, default), ("dropout",), read, lambda ours: dict.fromkeys(keys, ours["dropout"]))
+
+
 def ignored(*keys: str) -> Part:
     """Keys that change nothing of what a model computes."""
     return Part(dict.fromkeys(keys), (), lambda given: {}, lambda settings: {})
@@ -289,13 +302,23 @@ class Family:
     interleaved: bool = False
     whole_heads: bool = False
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The keys of config.json and what `transformers` takes where a file leaves them out."""
+        return {key: default for part in self.parts for key, default in part.keys.items()}
+
+    def lost_dropouts(self, given: dict[str, Any], config: ModelConfig) -> list[str]:
+        """Those of a config.json that our config for it does not have."""
+        values = self.defaults | given
+        return [f"{key}={values[key]}" for key in DROPOUTS if values.get(key) not in (None, 0, config.dropout)]
+
     def read_config(self, given: dict[str, Any]) -> ModelConfig:
         """Our config for a config.json.
 
         Raises:
             ConvertError: it says something that we do not know, or cannot do.
         """
-        known = {key: default for part in self.parts for key, default in part.keys.items()}
+        known = self.defaults
         if unknown := sorted(set(given) - set(known)):
             raise ConvertError(
                 f"config.json: {unknown[0]}={given[unknown[0]]!r} is not known for model_type={self.model_type}"

@@ -89,6 +89,8 @@ def from_hugging_face(folder: Path, tokenizer: str | None = None) -> tuple[Model
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     if "dynamic" in (rope.get("rope_type"), rope.get("type")):
         print(f"its dynamic rotary scaling begins past {config.max_seq_len} tokens, where the converted model ends")
+    if lost := family.lost_dropouts(given, config):
+        print(f"{', '.join(lost)} is left out: a model of ours has one dropout in all places, here {config.dropout}")
     found = read_tokenizer(folder, tokenizer, given)
     if found.vocab_size > config.vocab_size:
         raise ConvertError(
@@ -181,6 +183,8 @@ def to_hugging_face(
         family, config = find_family(config)
     except NoCounterpart as error:
         raise NoCounterpart(f"no model of Hugging Face's computes what this one does: {error}") from None
+    if config.dropout and not any("dropout" in part.settings for part in family.parts):
+        print(f"model.dropout={config.dropout} is left out: {family.architecture} has no such dropout")
     dtype = state["embedding.weight"].dtype
     tensors: State = {}
     for weight in family.weights(config, shapes(config)):

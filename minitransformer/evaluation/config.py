@@ -24,6 +24,7 @@ class EvaluateConfig:
         Each token is scored once, with at least length - stride tokens before it, or all that there are.
     by_position: in place of one loss that at each position, over stretches of text that are `length` long.
     scaling: how rotary positions reach a `length` above max_seq_len (None: as the model was trained).
+    quantize: int8 reads weights of eight bits, as generate.py does (none: as they are).
     plot: draw the loss by position into this file, .png or .svg.
     batch_size: windows read at once, which changes speed and memory, not the result.
     output: text or json. device: auto | cpu | cuda | mps.
@@ -36,6 +37,7 @@ class EvaluateConfig:
     stride: int | None = None
     by_position: bool = False
     scaling: str | None = None
+    quantize: str = "none"
     plot: str | None = None
     batch_size: int = 8
     output: str = "text"
@@ -49,6 +51,7 @@ class EvaluateConfig:
         at_least("batch_size", self.batch_size, 1)
         if self.scaling is not None:
             choose("scaling", self.scaling, SCALINGS)
+        choose("quantize", self.quantize, ("none", "int8"))
         choose("output", self.output, OUTPUTS)
         choose("device", self.device, ("auto", "cpu", "cuda", "mps"))
         if self.by_position and self.stride is not None:

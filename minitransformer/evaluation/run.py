@@ -21,6 +21,7 @@ from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.device import choose_device
 from minitransformer.evaluation.config import EvaluateConfig
 from minitransformer.evaluation.scoring import evaluate, lengthened, loss_by_position
+from minitransformer.model.quantize import quantize_int8
 
 TABLE_ROWS = 32  # of losses by position, at most
 
@@ -42,6 +43,8 @@ def run(config: EvaluateConfig) -> None:
     if stride > length:
         raise ValueError(f"stride={stride} is beyond the window of length={length}: tokens between would not be scored")
     model = lengthened(model, length, config.scaling)
+    if config.quantize == "int8":
+        quantize_int8(model)
     console.print(f"{path}: {model.config.position} positions, max_seq_len {trained}")
 
     bar = Progress(
@@ -59,10 +62,11 @@ def run(config: EvaluateConfig) -> None:
         else:
             result = evaluate(*reading, stride, config.batch_size, lambda n: bar.advance(task, n))
 
+    about = {"checkpoint": str(path), "data": what, "quantize": config.quantize, "length": length}
     if not config.by_position:
         summary = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
         summary |= {"tokens": result.tokens, "bytes": result.n_bytes, "documents": result.documents}
-        show(config, {"checkpoint": str(path), "data": what, "length": length, "stride": stride} | summary)
+        show(config, about | {"stride": stride} | summary)
         return
     if config.plot:
         draw(Path(config.plot), {str(path): found}, trained)
@@ -70,7 +74,7 @@ def run(config: EvaluateConfig) -> None:
     if config.output == "json":
         summary = {"max_seq_len": trained, "position": model.config.position, "scaling": model.config.rotary.scaling}
         summary |= {"tokens": tokens.tolist(), "loss_by_position": found.tolist()}
-        print(json.dumps({"checkpoint": str(path), "data": what, "length": length} | summary))
+        print(json.dumps(about | summary))
     else:
         show_by_position(found, tokens, trained)
 

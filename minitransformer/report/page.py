@@ -3,7 +3,6 @@
 import re
 import sys
 from dataclasses import MISSING, dataclass, field
-from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,25 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib.ticker import EngFormatter
 from omegaconf import OmegaConf
 from torch import Tensor
 
 import minitransformer
 from minitransformer.checkpoint import REPORT_FILE, CheckpointError, latest_run, load, read_held_out, write_page
 from minitransformer.data.tokenizer import printable
-from minitransformer.model.cost import activation_bytes, flops_per_token, parameter_count
+from minitransformer.model.config import ModelConfig
+from minitransformer.model.cost import (
+    TrainingMemory,
+    adapter_parameters,
+    flops_per_token,
+    parameter_count,
+    training_memory,
+)
 from minitransformer.model.transformer import Transformer
 from minitransformer.report.charts import Chart, Line, attention_map, chart
 from minitransformer.report.reading import Map, Piece, attention, read
 from minitransformer.report.record import OWN, Record, read_all
+from minitransformer.words import duration, short
 
 SAMPLES = 8  # that are shown of a run, evenly over its steps
 CHARACTERS = 3000  # that are shown of a sample
@@ -64,16 +70,7 @@ def write(runs: list[Path], out: Path | None = None, runs_dir: Path = Path("runs
     return write_page(text, out, default)
 
 
-# Words for numbers -----------------------------------------------------------------------------------------------
-
-
-def short(number: float | None, unit: str = "") -> str:
-    """1,088,208 -> 1.09 M."""
-    return "-" if number is None else EngFormatter(unit, places=2)(number).rstrip().replace(".00", "")
-
-
-def time_of(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+# Words -----------------------------------------------------------------------------------------------------------
 
 
 def visible(text: str) -> Markup:
@@ -188,7 +185,7 @@ def tiles(record: Record) -> list[tuple[str, str, str]]:
         ("bits per byte", bits and f"{bits:.4f}", f"{bits}"),
         ("parameters", parameters and short(parameters), f"{parameters:,}" if parameters else ""),
         ("tokens", tokens and short(tokens), f"{tokens:,.0f}" if tokens else ""),
-        ("time of stepping", time_of(record.seconds) if record.seconds else None, f"{record.seconds:.1f} s"),
+        ("time of stepping", duration(record.seconds) if record.seconds else None, f"{record.seconds:.1f} s"),
         ("tokens/s", speed and f"{speed:,.0f}", f"{speed}"),
     ]
     return [tile for tile in found if tile[1]]
@@ -218,32 +215,50 @@ def look(model: Transformer, tokenizer, texts: list[tuple[str, str]]) -> Reading
 
 def costs(record: Record, model: Transformer) -> list[tuple[str, str, str]]:
     """What, as the cost model has it, and as it was."""
-    config, settings = model.config, record.settings
+    config = model.config
     built, numbers = sum(p.numel() for p in model.parameters()), parameter_count(config)
     per_token, tokens = flops_per_token(config, training=True), record.last("tokens") or 0
-    rows = -(-settings["data.batch_size"] // settings["trainer.accumulate"])
-    checkpointing = settings["trainer.gradient_checkpointing"] == "full"
-    activations = rows * activation_bytes(config, checkpointing=checkpointing) / settings["trainer.devices"]
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
-    moments = 2 * numbers - (matrices if "optimizer.ns_steps" in settings else 0)  # Muon keeps one for a matrix
-    kept = 4 * (2 * numbers + moments)
+    rows, memory = memory_of(record, config)
+    kept = memory.weights + memory.gradients + memory.optimizer + memory.average
     speed, peak, mfu = record.tokens_per_s, record.most("speed/peak_memory_gb"), record.last("speed/mfu")
-    on_cpu = bool(record.starts) and str(record.starts[-1].get("device", "")).startswith("cpu")
+    on_cpu = "cpu (" in record.device
     return [
         ("parameters", f"{numbers:,}", f"{built:,} in the model file"),
         (
             "work",
             f"{short(per_token, 'FLOP')} a token, {short(per_token * tokens, 'FLOP')} in all",
-            (f"{short(per_token * speed, 'FLOP/s')} over {time_of(record.seconds)}" if speed else "")
+            (f"{short(per_token * speed, 'FLOP/s')} over {duration(record.seconds)}" if speed else "")
             + (f", {mfu:.1%} of what the device can do" if mfu else ""),
         ),
         (
             "memory",
-            f"{short(kept + activations, 'B')}: {short(kept, 'B')} of weights, gradients and optimizer, "
-            f"{short(activations, 'B')} of activations of {rows} rows",
+            f"{short(memory.peak, 'B')} at most: {short(kept, 'B')} of weights, gradients and optimizer, "
+            f"{short(memory.activations + memory.recomputed, 'B')} of activations of {rows} rows",
             f"{short(peak * 1e9, 'B')} at most{', Python and torch among it' * on_cpu}" if peak else "",
         ),
     ]
+
+
+def memory_of(record: Record, config: ModelConfig) -> tuple[int, TrainingMemory]:
+    """Rows at once in one process of the run, and what it needed by the cost model."""
+    of = record.settings.get  # an older run may lack a setting
+    accumulate, ranks = of("trainer.accumulate", 1), of("trainer.devices", 1) * of("trainer.nodes", 1)
+    rows = -(-of("data.batch_size") // ranks // accumulate)
+    precision = re.search(r"precision ([\w-]+)", record.device)
+    return rows, training_memory(
+        config,
+        rows,
+        "muon" if "optimizer.ns_steps" in record.settings else "adamw",
+        of("trainer.gradient_checkpointing", "none"),
+        of("trainer.checkpoint_blocks", 1),
+        precision[1].replace("32-true", "32") if precision else "32",
+        accumulate > 1,
+        of("callbacks.ema", 0) > 0,
+        "cuda (" in record.device,
+        ranks if of("trainer.strategy") == "fsdp" else 1,
+        adapter_parameters(config, of("lora.rank", 0), of("lora.targets", [])),
+        of("data.row_length"),
+    )
 
 
 # Several runs ----------------------------------------------------------------------------------------------------
@@ -279,7 +294,7 @@ def compared(records: list[Record]) -> dict[str, Any]:
                 "parameters": record.starts[0].get("parameters") if record.starts else None,
                 "steps": record.steps,
                 "tokens": record.last("tokens"),
-                "seconds": time_of(record.seconds),
+                "seconds": duration(record.seconds),
                 "speed": record.tokens_per_s,
                 "sample": clipped(record.samples[-1][1]) if record.samples else "",
                 "command": record.starts[0].get("command", "") if record.starts else "",

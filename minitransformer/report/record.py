@@ -83,6 +83,11 @@ class Record:
         return tokens / self.seconds if tokens and self.seconds else None
 
     @property
+    def device(self) -> str:
+        """On what it was last started, as `training.run.summary` says it: 2 x cuda (...), precision bf16-mixed."""
+        return str(self.starts[-1].get("device", "")) if self.starts else ""
+
+    @property
     def kinds(self) -> dict[str, str]:
         """What was chosen for the groups whose choices are classes: {"optimizer": "muon", ...}."""
         return self.starts[0].get("kinds", {}) if self.starts else {}

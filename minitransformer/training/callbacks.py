@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -20,6 +21,8 @@ from minitransformer.checkpoint import (
     atomic_write,
     checkpoint_path,
     checkpoints,
+    read_metrics,
+    read_samples,
     save_model,
 )
 from minitransformer.data.datamodule import TextData
@@ -94,6 +97,8 @@ class Checkpointer(pl.Callback):
     It saves when the next step is about to begin: all that belongs to the step before, validation included, is then
     done, and Lightning's counters agree with the optimizer's. The weights with the lowest validation loss are kept
     apart. It stops at SIGINT and SIGTERM, when time is up, and when too many steps in a row were not finite.
+
+    The last validation comes after the last save, and is made up for when a run that lacks it is resumed.
     """
 
     def __init__(self, directory: RunDirectory, config: TrainConfig, console: Console):
@@ -117,6 +122,10 @@ class Checkpointer(pl.Callback):
     def _restore_handlers(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def setup(self, trainer: pl.Trainer, module: LanguageModel, stage: str) -> None:
+        losses = (moment.get("val/loss") for moment in read_metrics(self.run))
+        self.best = min((loss for loss in losses if loss is not None), default=float("inf"))
 
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.saved_step = trainer.global_step  # 0, or what was resumed: nothing new to save yet
@@ -179,6 +188,10 @@ class Checkpointer(pl.Callback):
                     old.unlink()
         self.saved, self.saved_step = {}, step
 
+    def on_validation_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        if alone(trainer):
+            self.save(trainer, module)  # the model file may be of another step, or missing
+
     # Comes before the moving average gives its place in the model back.
     def on_validation_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         loss = module.metrics["val/loss"]
@@ -188,11 +201,10 @@ class Checkpointer(pl.Callback):
                 model = module.model
                 save_model(self.run / BEST_FILE, model.config, module.plain_weights({}), module.tokenizer)
 
-    def state_dict(self) -> dict:
-        return {"best": self.best}
 
-    def load_state_dict(self, state: dict) -> None:
-        self.best = state["best"]
+def alone(trainer: pl.Trainer) -> bool:
+    """Is this the last validation, apart from training?"""
+    return trainer.state.fn == TrainerFn.VALIDATING
 
 
 class Sampler(pl.Callback):
@@ -201,8 +213,10 @@ class Sampler(pl.Callback):
     A picture of its attention over the first held-out tokens is kept beside, where attention has weights (softmax).
     """
 
-    def __init__(self, config: TrainConfig, console: Console, model: Transformer, data: TextData):
-        self.config, self.console = config.callbacks, console
+    def __init__(
+        self, directory: RunDirectory, config: TrainConfig, console: Console, model: Transformer, data: TextData
+    ):
+        self.directory, self.config, self.console = directory, config.callbacks, console
         prompts = (self.config.sample_prompt, data.config.sample_prompt)
         held_out = data.held_out_text(min(HELD_OUT_TOKENS, data.row_length // 4))
         self.prompt = next((prompt for prompt in prompts if prompt is not None), held_out)
@@ -221,13 +235,21 @@ class Sampler(pl.Callback):
         if trainer.is_global_zero:
             with module.paused():
                 module.model.eval()
-                text = self.sample(module, step)
-                png = self.picture(module.model)
+                self.show(trainer, module, step)
                 module.model.train()
-                for logger in trainer.loggers:
-                    logger.log_sample(text, step)
-                    if png is not None:
-                        logger.log_attention(png, step)
+
+    def on_validation_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        """A run that made its last step, or was stopped there, before it was asked for a sample."""
+        step = trainer.global_step
+        if alone(trainer) and trainer.is_global_zero and step not in dict(read_samples(self.directory.path)):
+            self.show(trainer, module, step)
+
+    def show(self, trainer: pl.Trainer, module: LanguageModel, step: int) -> None:
+        text, png = self.sample(module, step), self.picture(module.model)
+        for logger in trainer.loggers:
+            logger.log_sample(text, step)
+            if png is not None:
+                logger.log_attention(png, step)
 
     def sample(self, module: LanguageModel, step: int) -> str:
         config, model = self.config, module.model

@@ -6,6 +6,7 @@ W&B is fed again from the run directory when a run goes on, so that its steps ha
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from io import BytesIO
@@ -69,7 +70,7 @@ class RunFiles(RunLogger):
         self.run = run
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        add_metrics(self.run, step, metrics)
+        add_metrics(self.run, step, {"time": time.time()} | metrics)
 
     def log_sample(self, text: str, step: int) -> None:
         add_sample(self.run, step, text)
@@ -96,6 +97,7 @@ class WandbRun(RunLogger):
         self.first = experiment.starting_step  # that W&B lacks
         self.samples = wandb.Table(columns=["step", "text"], log_mode="INCREMENTAL")
         self.failed = False  # said so already
+        self.when: float | None = None  # what is logged was made, if that was before
         self.calls: Queue[Callable[[], None] | None] = Queue()
         self.thread = Thread(target=self._work, daemon=True)
         self.thread.start()
@@ -103,7 +105,10 @@ class WandbRun(RunLogger):
         again += [(step, self.log_sample, text) for step, text in read_samples(run)]
         again += [(step, self.log_attention, png) for step, png in read_attention(run)]
         for step, log, what in sorted(again, key=lambda entry: entry[0]):
+            if log == self.log_metrics:
+                self.when = what.pop("time", None)
             log(what, step)
+        self.when = None
 
     def _work(self) -> None:
         for call in iter(self.calls.get, None):
@@ -116,7 +121,8 @@ class WandbRun(RunLogger):
 
     def _log(self, make: Callable[[], dict[str, Any]], step: int) -> None:
         if step >= self.first:
-            self.calls.put(lambda: self.experiment.log(make(), step=step))
+            time_of_row = {} if self.when is None else {"_timestamp": self.when}
+            self.calls.put(lambda: self.experiment.log(make() | time_of_row, step=step))
 
     def log_metrics(self, metrics: dict[str, float | None], step: int) -> None:
         self._log(lambda: {name: float("nan") if value is None else value for name, value in metrics.items()}, step)

@@ -1,7 +1,6 @@
 """One optimizer step, one validation: the LightningModule."""
 
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,6 +16,7 @@ from minitransformer.checkpoint import HEADER, describe
 from minitransformer.data.packing import IGNORE
 from minitransformer.data.rows import Batch
 from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.device import peak_memory
 from minitransformer.model.cost import flops_per_token
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import TrainConfig
@@ -24,11 +24,6 @@ from minitransformer.training.lora import ADAPTER, fingerprint, merged
 from minitransformer.training.loss import head_cross_entropy
 from minitransformer.training.optimizers import make_optimizer
 from minitransformer.training.schedules import rate
-
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None
 
 
 def parts(model: Transformer) -> dict[str, list[nn.Parameter]]:
@@ -170,7 +165,7 @@ class LanguageModel(pl.LightningModule):
         spent = self.seconds + time.perf_counter() - self._mark - window["seconds"]
         tokens_per_s = window["targets"] / spent
         metrics = {
-            "train/loss": loss / max(1, window["targets"]),
+            "train/loss": loss / window["targets"] if window["targets"] else math.nan,  # every step was skipped
             "optim/lr": self.config.optimizer.lr * factor,
             "optim/lr_factor": factor,
             "optim/grad_norm": self._norm.item(),
@@ -192,15 +187,14 @@ class LanguageModel(pl.LightningModule):
             flops = flops_per_token(self.model.config, training=True) * tokens_per_s
             metrics["speed/mfu"] = flops / (peak * self.trainer.world_size)
         self.log_now(metrics, step)
-        self._window = {}
+        if step % self.settings.log_every == 0:  # not at an end between, after which the run may be extended
+            self._window = {}
 
     def peak_memory(self) -> int:
         """Bytes that this process has held at most: of the GPU's memory, or of the machine's."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        if resource is None:
-            return 0
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return peak_memory()
 
     def peak_flops(self) -> float | None:
         """What the device could do at most in the precision of training; None where it is not known."""
@@ -271,11 +265,11 @@ class LanguageModel(pl.LightningModule):
         counts = {name: getattr(self, name) for name in ("tokens_seen", "skipped", "skipped_in_row")}
         checkpoint["counts"] = counts
         if self._window:
-            window = {name: self._window[name] for name in ("targets", "steps")}
-            checkpoint["window"] = window | {"nats": float(self._window["nats"])}
+            window = {"nats": float(self._window["nats"]), "seconds": self._window["seconds"] - self.seconds}
+            checkpoint["window"] = self._window | window
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         for name, value in checkpoint["counts"].items():
             setattr(self, name, value)
         if "window" in checkpoint:
-            self._window = checkpoint["window"] | {"seconds": 0.0}
+            self._window = {"seconds": 0.0} | checkpoint["window"]

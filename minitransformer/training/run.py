@@ -43,6 +43,7 @@ from minitransformer.checkpoint import (
     read_checkpoint,
     rewind,
     save_held_out,
+    validated,
 )
 from minitransformer.data.datamodule import TextData
 from minitransformer.device import choose_device, choose_precision, keep_freed_memory
@@ -128,7 +129,7 @@ def train(
         _check_same(saved, describe(model_config, data.tokenizer), run)
         _check_adapters(saved, config, model, run)
         step = saved["global_step"]
-        if step >= config.trainer.max_steps:
+        if step > config.trainer.max_steps or (step == config.trainer.max_steps and validated(run, step)):
             console.print(f"{run} is already trained: {step} of trainer.max_steps={config.trainer.max_steps} steps")
             return None
         console.print(f"resuming {run} after step {step}")
@@ -184,7 +185,7 @@ def train(
     start, code = time.perf_counter(), 1
     try:
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-        if config.trainer.max_steps % config.trainer.val_every:
+        if step == config.trainer.max_steps or config.trainer.max_steps % config.trainer.val_every:
             trainer.validate(module, data, verbose=False)
         report(config, directory.path, console)
         for logger in trainer.loggers:  # they take what lies in the run directory by now
@@ -255,7 +256,7 @@ def make_callbacks(
     callbacks: list[pl.Callback] = [directory]
     if config.callbacks.progress:
         callbacks.append(Bar(console, config.trainer.log_every))
-    sampler = Sampler(config, console, model, data)  # refuses a wrong prompt before work
+    sampler = Sampler(directory, config, console, model, data)  # refuses a wrong prompt before work
     if config.callbacks.sample_every:
         callbacks.append(sampler)
     if isinstance(config.schedule, RangeConfig):
@@ -394,10 +395,11 @@ def closing(console: Console, run: Path, module: LanguageModel, seconds: float) 
         "bits per byte": f"{metrics['val/bits_per_byte']:.4f}",
         "tokens": f"{module.tokens_seen:,}",
         "time": f"{module.seconds:,.0f} s of stepping, {seconds:,.0f} s in all",
-        "speed": f"{module.tokens_here / module.seconds:,.0f} tokens/s"
-        + ("  MFU {speed/mfu:.0%}".format_map(metrics) if "speed/mfu" in metrics else ""),
-        "peak memory": f"{metrics['speed/peak_memory_gb']:.2f} GB",
     }
+    if module.tokens_here:  # not where all steps had been made before
+        mfu = "  MFU {speed/mfu:.0%}".format_map(metrics) if "speed/mfu" in metrics else ""
+        numbers["speed"] = f"{module.tokens_here / module.seconds:,.0f} tokens/s{mfu}"
+    numbers["peak memory"] = f"{module.peak_memory() / 1e9:.2f} GB"
     files = {
         MODEL_FILE: "the model, its config and its tokenizer",
         BEST_FILE: "those with the lowest validation loss",

@@ -1,6 +1,7 @@
 """Files of every kind, configs as the hub has them, models of ours that leave, and what is refused in one line."""
 
 import json
+import os
 import pickle
 import shutil
 
@@ -22,6 +23,9 @@ CONFIG = dict(
     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, rms_norm_eps=1e-5,
     hidden_act="silu", tie_word_embeddings=False, rope_theta=10000.0, bos_token_id=0, eos_token_id=0,
 )  # fmt: skip
+
+
+LAYERNORM = dict(norm="layernorm", bias=True)
 
 
 def convert(source, to, **settings) -> None:
@@ -97,6 +101,20 @@ def test_weights_of_every_form_are_read(folder, tmp_path, form):
         assert model.embedding.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o000], ids=oct)
+def test_files_have_the_mode_that_the_umask_says(folder, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        convert(folder, tmp_path / "ours")
+        convert(tmp_path / "ours", tmp_path / "whole")
+        convert(tmp_path / "ours", tmp_path / "shards", shard_gb=5e-6)
+    finally:
+        os.umask(before)
+    files = [path for name in ("ours", "whole", "shards") for path in (tmp_path / name).iterdir()]
+    assert len(files) > 10
+    assert {path: oct(path.stat().st_mode & 0o777) for path in files} == dict.fromkeys(files, oct(0o666 & ~umask))
+
+
 def test_weights_are_written_in_shards(folder, tmp_path):
     convert(folder, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "back", shard_gb=5e-6)
@@ -140,7 +158,7 @@ HUB = {
              summary_first_dropout=0.1, summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True,
              task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}, vocab_size=50257),
         {"d_model": 768, "position": "learned", "tie_embeddings": True, "activation": "gelu_tanh", "d_ff": 3072,
-         "attention.qkv_bias": True, "norm_eps": 1e-5, "max_seq_len": 1024},
+         "attention.qkv_bias": True, "norm_eps": 1e-5, "max_seq_len": 1024, "dropout": 0.1},
     ),
     "pythia-70m": (
         dict(architectures=["GPTNeoXForCausalLM"], bos_token_id=0, eos_token_id=0, hidden_act="gelu", hidden_size=512,
@@ -231,9 +249,48 @@ def test_published_configs_are_read_and_written_again(name):
         assert family.read_config(newer).flat() == settings
 
 
+GPT2 = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+NEOX = ("hidden_dropout", "attention_dropout")
+
+
+@pytest.mark.parametrize(("position", "keys", "given", "dropout", "left_out"), [
+    ("learned", GPT2, [0.2, 0.2, 0.2], 0.2, ""), ("learned", GPT2, [None, None, None], 0.1, ""),
+    ("learned", GPT2, [0.0, 0, 0.0], 0.0, ""), ("learned", GPT2, [0.1, 0.0, None], 0.0, "resid_pdrop=0.1, attn_pdrop"),
+    ("rotary", NEOX, [0.3, 0.3], 0.3, ""), ("rotary", NEOX, [None, 0.1], 0.0, "attention_dropout=0.1 "),
+], ids=str)  # fmt: skip
+def test_dropouts_are_read_and_written_where_there_is_one_for_all(
+    tmp_path, capsys, position, keys, given, dropout, left_out
+):
+    saved(tmp_path / "m.safetensors", position=position, dropout=0.05, parallel=position == "rotary", **LAYERNORM)
+    convert(tmp_path / "m.safetensors", tmp_path / "theirs")
+    written = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert [written[key] for key in keys] == [0.05] * len(keys)
+    values = ["gone" if value is None else value for value in given]
+    edit(**dict(zip(keys, values, strict=True)))(tmp_path / "theirs")
+    capsys.readouterr()
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    said = [line for line in capsys.readouterr().out.splitlines() if "is left out" in line]
+    assert load(tmp_path / "ours")[0].config.dropout == dropout
+    assert len(said) == bool(left_out)
+    assert left_out in "".join(said)
+
+
+def test_a_family_without_dropout_says_what_it_leaves_out(folder, tmp_path, capsys):
+    saved(tmp_path / "dropped.safetensors", activation="swiglu", dropout=0.2)
+    for name, line in (("dropped", "model.dropout=0.2 is left out: LlamaForCausalLM has no such dropout\n"), ("m", "")):
+        capsys.readouterr()
+        convert(tmp_path / f"{name}.safetensors", tmp_path / name)
+        assert capsys.readouterr().out.startswith(line + str(tmp_path / name))
+        assert "dropout" not in (tmp_path / name / "config.json").read_text()
+    edit(attention_dropout=0.1)(folder)
+    convert(folder, tmp_path / "ours")
+    assert "attention_dropout=0.1 is left out: " in capsys.readouterr().out
+    assert load(tmp_path / "ours")[0].config.dropout == 0
+
+
 # Models of ours --------------------------------------------------------------------------------------------------
 
-A, LAYERNORM = AttentionConfig, dict(norm="layernorm", bias=True)
+A = AttentionConfig
 
 
 @pytest.mark.parametrize(("settings", "model_type"), [
@@ -387,9 +444,11 @@ class Evil:
 def pickled(what):
     def edit(folder):
         (folder / "model.safetensors").unlink()
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(what)) if isinstance(what, Evil) else torch.save(
-            what, folder / "pytorch_model.bin"
-        )
+        path = folder / "pytorch_model.bin"
+        if isinstance(what, dict):
+            torch.save(what, path)
+        else:
+            path.write_bytes(what if isinstance(what, bytes) else pickle.dumps(what))
 
     return edit
 
@@ -411,7 +470,8 @@ WRONG = {
     "left-over tensor": (tensors(lambda t: t.update({"model.x": torch.zeros(1)})), ["1 tensors", "model.x"]),
     "more layers": (edit(num_hidden_layers=1), ["tensors that a LlamaForCausalLM", "model.layers.1."]),
     "ties what differs": (edit(tie_word_embeddings=True), ["ties the embedding and the head", "differ"]),
-    "code in a pickle": (pickled(Evil()), ["cannot be read with weights_only=True"]),
+    "code in a pickle": (pickled(Evil()), ["none, or holds more than plain values"]),
+    "empty pickle": (pickled(b""), ["pytorch_model.bin cannot be read", "cut short or damaged"]),
     "no tensors in a pickle": (pickled({"a": 1}), ["more than tensors by name"]),
     "other family": (edit(model_type="t5"), ["model_type='t5'", "llama, mistral"]),
     "other task": (edit(architectures=["LlamaForSequenceClassification"]), ["LlamaForSequenceClassification"]),
@@ -453,6 +513,9 @@ def test_wrong_commands_are_refused_in_one_line(command, folder, tmp_path):
         ([f"from={folder}", "to=out", "tokenizer_path=nowhere"], ["tokenizer_path=nowhere does not exist"]),
         ([f"from={folder.parent}/m.safetensors", "to=out", "tokenizer_path=book.txt"], ["is for Hugging Face folders"]),
         ([f"from={folder}", "to=out", "shard_gb=0"], ["shard_gb=0"]),
+        (["form=nowhere", "to=out"], ["form is not a setting; did you mean from?"]),
+        (["folder=nowhere", "to=out"], ["there are from, to, tokenizer_path, shard_gb"]),
+        (["from=[a]", "to=out"], ["error: from: Cannot convert"]), (["from=a,b", "to=out"], ["'from=a,b'"]),
     ):  # fmt: skip
         result = command("convert", *arguments)
         assert result.code == 1

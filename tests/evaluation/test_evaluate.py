@@ -10,6 +10,7 @@ import pytest
 
 from minitransformer import load, score
 from minitransformer.checkpoint import checkpoints, read_metrics
+from minitransformer.model.quantize import quantize_int8
 from tests.conftest import ROOT, SMALL, sentences
 
 
@@ -71,6 +72,25 @@ def test_loss_by_position(command, trained, workdir):
     assert (found["max_seq_len"], found["scaling"]) == (32, "linear")
 
 
+def test_eight_bits_are_a_little_less_exact(command, trained, workdir):
+    """The loss is that of the quantised model, at any length."""
+    (workdir / "line.txt").write_text("Ann sees the cat.", encoding="utf-8")
+    words = ["evaluate", "data=text", "data.files=[line.txt]", "output=json"]
+    found = json.loads(command(*words, "quantize=int8").out)
+    model, tokenizer = load(trained)
+    quantize_int8(model)
+    log_probs = score(model, tokenizer, "Ann sees the cat.").log_probs
+    assert found["loss"] == pytest.approx(-sum(log_probs) / len(log_probs), rel=1e-4)
+    exact = json.loads(command(*words).out)
+    assert exact["loss"] != found["loss"] == pytest.approx(exact["loss"], abs=0.05)
+    assert (exact["quantize"], found["quantize"]) == ("none", "int8")
+    positions = ["evaluate", "data=text", "data.files=[book.txt]", "by_position=true", "length=2x", "output=json"]
+    exact, found = (json.loads(command(*positions, f"quantize={q}").out) for q in ("none", "int8"))
+    assert exact["loss_by_position"] != found["loss_by_position"]
+    assert found["loss_by_position"] == pytest.approx(exact["loss_by_position"], abs=0.1)
+    assert (exact["quantize"], found["quantize"]) == ("none", "int8")
+
+
 MISTAKES = [
     ("checkpoint=nowhere", ["checkpoint=nowhere does not exist"]),
     ("data=text data.files=[gone.txt]", ["data.files: gone.txt does not exist"]),
@@ -91,6 +111,7 @@ MISTAKES = [
     ("by_position=true plot=a.gif", ["plot=a.gif is neither a .png nor an .svg"]),
     ("scaling=more", ["scaling='more'", "yarn"]),
     ("output=xml", ["output='xml'"]),
+    ("quantize=int4", ["quantize='int4'", "int8"]),
     ("device=tpu", ["device='tpu'"]),
     ("batch_size=0", ["batch_size=0"]),
     ("strid=3", ["did you mean stride?"]),

@@ -27,10 +27,12 @@ from minitransformer.checkpoint import (
     save_model,
 )
 from minitransformer.cli import compose, options
+from minitransformer.explain import explain
 from minitransformer.report import page as pages
 from minitransformer.report.reading import attention, read, shown
 from minitransformer.report.record import Record
 from minitransformer.training.config import choice
+from minitransformer.words import short
 from tests.conftest import SMALL, as_a_user_without_rights, sentences
 
 HOSTILE = "</script><script>window.hit = 1</script><b>\"'&amp; `${1}` {{ 7*7 }} 🦉 \x1b[31m\x00 \u202eevil\n"
@@ -191,17 +193,34 @@ def test_costs_by_hand(tmp_path, tokenizer):
     per_token = 3 * (2 * (matrices + 4 * ids) + 4 * 4 * 2)
     parameters, work, memory = pages.costs(Record.read(path), model)
     assert parameters == ("parameters", f"{numbers:,}", f"{numbers:,} in the model file")
-    assert work[1] == f"{per_token / 1000:.2f} kFLOP a token, {per_token * 3000 / 1e6:.2f} MFLOP in all"
-    assert work[2] == f"{per_token * 500 / 1e6:.2f} MFLOP/s over 0:00:06"
-    assert f"{numbers * 4 * 4 / 1e3:.2f} kB of weights, gradients and optimizer" in memory[1]
+    assert work[1] == f"{per_token / 1000:.3g} kFLOP a token, {per_token * 3000 / 1e6:.3g} MFLOP in all"
+    assert work[2] == f"{per_token * 500 / 1e6:.3g} MFLOP/s over 6 s"
+    assert f" at most: {numbers * 4 * 4 / 1e3:.3g} kB of weights, gradients and optimizer" in memory[1]
     assert memory[2] == "750 MB at most, Python and torch among it"
 
 
-@pytest.mark.parametrize(("number", "words"), [
-    (1_088_208, "1.09 M"), (500, "500"), (2e12, "2 T"), (None, "-"), (0, "0"), (999_999, "1 M"), (12_340, "12.34 k"),
-])  # fmt: skip
-def test_short_numbers(number, words):
-    assert pages.short(number) == words
+@pytest.mark.parametrize("settings", [
+    [], ["optimizer=adamw"], ["trainer.accumulate=4"], ["trainer.gradient_checkpointing=full"], ["callbacks.ema=0.9"],
+    ["trainer.gradient_checkpointing=selective", "trainer.checkpoint_blocks=2"], ["trainer.precision=bf16-true"],
+    ["trainer.precision=bf16-mixed", "data.row_length=32"], ["trainer=fsdp"], ["trainer=ddp", "trainer.devices=2"],
+    ["init_from=.", "lora.rank=4"],
+], ids=" ".join)  # fmt: skip
+def test_memory_is_what_explain_says(tmp_path, settings):
+    settings = [*settings, "data.batch_size=16", "trainer.device=cpu"]
+    path = make_run(tmp_path / "run", settings)
+    record = Record.read(path)
+    precision, ranks = record.settings["trainer.precision"], record.settings["trainer.devices"]
+    used = "32-true" if precision == "auto" else precision
+    record.starts[-1]["device"] = f"{f'{ranks} x ' * (ranks > 1)}cpu (2 threads), precision {used}, torch 2"
+    shape = ["model.vocab_size=300", "model.d_model=32", "model.n_layers=2", "model.n_heads=4", "model.max_seq_len=64"]
+    asked = OmegaConf.to_object(compose("explain", ["data=stdlib", *settings, *shape]))
+    expected, model = explain(asked)["memory"], Transformer(asked.model)
+    rows, memory = pages.memory_of(record, model.config)
+    assert {"rows": rows} | asdict(memory) == {name: n for name, n in expected.items() if name != "precision"}
+    said = pages.costs(record, model)[2]
+    assert said[1].startswith(f"{short(expected['peak'], 'B')} at most: ")
+    assert f" of activations of {expected['rows']} rows" in said[1]
+    assert said[2] == "750 MB at most, Python and torch among it"
 
 
 @pytest.mark.parametrize(("value", "words"), [
@@ -463,7 +482,7 @@ def test_a_comparison_sorts_and_shows_what_differs(others, browser_page):
     assert [row[0] for row in rows] == ["a <b>run &amp;", "middle", "worst"]
     assert [row[1] for row in rows] == [f"{55 / 30:.4f}", f"{55 / 20:.4f}", f"{55 * 3 / 30:.4f}"]
     assert [row[2] for row in rows] == [f"{110 / 30:.4f}", f"{110 / 20:.4f}", f"{110 * 3 / 30:.4f}"]
-    assert rows[1][4:7] == ["2 k", "20", "0:00:04"]
+    assert rows[1][4:7] == ["2 k", "20", "4 s"]
     table = page.locator("section", has_text="What differs").locator("tbody tr").all_inner_texts()
     differing = dict(row.replace("\u200b", "").split("\t", 1) for row in table)
     assert differing["optimizer"] == "muon\tmuon\tadamw"

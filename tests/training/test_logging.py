@@ -126,6 +126,23 @@ def test_after_a_kill_an_offline_run_is_whole(command, workdir):
     assert metrics(run) == metrics(workdir / "runs/whole")
 
 
+def test_what_an_offline_run_is_given_again_keeps_its_time(command, workdir):
+    """Samples and pictures that share its row too; what is new has the time at which it is logged."""
+    settings = [*OFFLINE, "schedule=constant", "name=mine"]
+    begin = time.time()
+    assert command("train", *settings, "trainer.max_steps=6").code == 0
+    run, between = workdir / "runs/mine", time.time()
+    before = read_metrics(run)
+    assert all(begin < moment["time"] < between for moment in before)
+    assert [moment["time"] for moment in before] == sorted(moment["time"] for moment in before)
+    times = {moment["step"]: moment["time"] for moment in before}  # of the last line of a step
+    assert command("train", *settings, "trainer.max_steps=10", "resume=auto").code == 0
+    found = {step: row["_timestamp"] for step, row in offline_run(run).history.items()}
+    assert {step: found[step] for step in times} == times
+    assert min(found[step] for step in (8, 9, 10)) > between
+    assert not any("time" in row for row in offline_run(run).history.values())
+
+
 @pytest.fixture
 def server(monkeypatch):
     """A W&B server that this process is logged in to."""

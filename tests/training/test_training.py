@@ -2,17 +2,19 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import signal
 import threading
 import time
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from minitransformer.checkpoint import checkpoints, load, read_checkpoint, read_metrics
+from minitransformer.checkpoint import checkpoints, load, read_checkpoint, read_metrics, read_samples
 from minitransformer.training.module import LanguageModel
 from tests.conftest import SMALL, sentences
 
@@ -29,7 +31,7 @@ def metrics(run) -> dict[str, list[tuple[int, float]]]:
     for moment in read_metrics(run):
         step = moment.pop("step")
         for name, value in moment.items():
-            if not name.startswith("speed/"):
+            if name != "time" and not name.startswith("speed/"):
                 found.setdefault(name, []).append((step, math.nan if value is None else value))
     return found
 
@@ -109,6 +111,94 @@ def test_a_run_can_be_extended_and_says_when_it_is_done(train, command, workdir)
     same(weights(run), weights(longer))
 
 
+def lowest_at(monkeypatch, **factors: float) -> None:
+    """Let validation after these steps find so much of its loss."""
+    loss_sums = LanguageModel.loss_sums
+
+    def scaled(self, *arguments):
+        objective, nats = loss_sums(self, *arguments)
+        return objective, nats if self.trainer.training else nats * factors[f"step{self.global_step}"]
+
+    monkeypatch.setattr(LanguageModel, "loss_sums", scaled)
+
+
+def test_an_extended_run_is_the_longer_one_and_keeps_what_its_first_end_found(train, monkeypatch):
+    """Neither end is a step at which anything is due; the loss after the first is the lowest."""
+    lowest_at(monkeypatch, step3=1.0, step4=0.1, step6=0.5, step8=0.6)
+    settings = ["schedule=constant", "trainer.log_every=3", "trainer.val_every=3", "callbacks.sample_every=3"]
+    longer = train("longer", *settings, "trainer.max_steps=8")
+    run = train("mine", *settings, "trainer.max_steps=4")
+    best, first = (run / "best.safetensors").read_bytes(), metrics(run)
+    train("mine", *settings, "trainer.max_steps=8", "resume=auto")
+    found = metrics(run)
+    assert [step for step, _ in found["val/loss"]] == [3, 4, 6, 8]
+    assert [step for step, _ in found["train/loss"]] == [3, 4, 6, 8]
+    for name, values in metrics(longer).items():
+        assert [value for value in found[name] if value[0] != 4] == values, name
+        assert [value for value in found[name] if value[0] <= 4] == first[name], name
+    assert (run / "best.safetensors").read_bytes() == best
+    samples = read_samples(run)
+    assert [step for step, _ in samples] == [3, 4, 6, 8]
+    assert [sample for sample in samples if sample[0] != 4] == read_samples(longer)
+
+
+@pytest.mark.parametrize("settings", [[], ["callbacks.ema=0.5", "optimizer=adamw"]], ids=["plain", "average"])
+def test_a_run_that_was_stopped_before_its_last_validation_makes_it_up(train, command, monkeypatch, settings):
+    settings = [*settings, "trainer.val_every=4"]
+    whole = train("whole", *settings)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stopped here"):
+        patch.setattr(pl.Trainer, "validate", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("stopped here")))
+        train("mine", *settings)
+    run = whole.with_name("mine")
+    assert [step for step, _ in metrics(run)["val/loss"]] == [4]
+    resume = [*TEXT, *SMALL, *settings, "name=mine", "resume=auto"]
+    result = command("train", *resume)
+    assert result.code == 0, result.err
+    for words in ("resuming runs/mine after step 6", "step 6  validation loss", "peak memory", "generate from it"):
+        assert words in result.out
+    assert metrics(run) == metrics(whole)
+    assert read_samples(run) == read_samples(whole)
+    for name in ("best.safetensors", "model.safetensors"):
+        same(load_file(run / name), load_file(whole / name))
+    assert "runs/mine is already trained: 6 of trainer.max_steps=6 steps" in command("train", *resume).out
+    assert metrics(run) == metrics(whole)
+    for name in ("whole", "mine"):
+        train(name, *settings, "trainer.max_steps=8", "resume=auto")
+    same(weights(run), weights(whole))
+    assert metrics(run) == metrics(whole)
+
+
+def test_a_run_that_was_stopped_early_can_be_ended_there(train, command):
+    settings = ["schedule=constant", "callbacks.keep_checkpoints=9"]
+    short, run = train("short", *settings, "trainer.max_steps=4"), train("mine", *settings, "trainer.max_steps=6")
+    for path in checkpoints(run)[2:]:
+        path.unlink()
+    result = command("train", *TEXT, *SMALL, *settings, "name=mine", "resume=auto", "trainer.max_steps=4")
+    assert result.code == 0, result.err
+    assert metrics(run) == metrics(short)
+    assert read_samples(run) == read_samples(short)
+    for name in ("best.safetensors", "model.safetensors"):
+        same(load_file(run / name), load_file(short / name))
+
+
+def test_a_resumed_window_has_the_time_of_all_its_steps(train, monkeypatch):
+    """Stopped in the middle of a window, by a clock on which a step takes a second and all else nothing."""
+    loss_sums, now = LanguageModel.loss_sums, [0.0]
+
+    def second(self, *arguments):
+        now[0] += self.trainer.training
+        return loss_sums(self, *arguments)
+
+    monkeypatch.setattr(LanguageModel, "loss_sums", second)
+    monkeypatch.setattr("minitransformer.training.module.time.perf_counter", lambda: now[0])
+    settings = ["trainer.log_every=6", "callbacks.keep_checkpoints=9", "callbacks.sample_every=0"]
+    run = train("mine", *settings)
+    for path in checkpoints(run)[1:]:
+        path.unlink()
+    train("mine", *settings, "resume=auto")
+    assert [m["speed/step_ms"] for m in read_metrics(run) if "speed/step_ms" in m] == [1000.0]
+
+
 def test_resume_finds_its_run(train, command, workdir):
     first = train("first", "trainer.max_steps=2")
     result = command("train", *TEXT, *SMALL, "trainer.max_steps=4", "resume=auto")  # the newest run
@@ -182,7 +272,6 @@ def test_a_signal_saves_and_says_how_to_go_on(command, workdir, signum, code):
 
 def test_a_full_disk_is_named_and_leaves_what_was_there(train, command, workdir, monkeypatch):
     import errno
-    import os
 
     run = train("mine", "trainer.max_steps=2")
     before = sorted(p.name for p in run.rglob("*") if p.is_file())
@@ -213,6 +302,9 @@ def test_a_run_directory_explains_itself(trained, command):
     config = OmegaConf.load(trained / "config.yaml")
     assert config.model.d_model == 32
     assert config.data.files == ["book.txt"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in trained.rglob("*") if path.is_file()} == {0o666 & ~umask}
     text = (trained / "samples.txt").read_text(encoding="utf-8")
     assert re.findall(r"--- step (\d+) ---", text) == ["3", "6"]
     saved = torch.load(checkpoints(trained)[-1], weights_only=True)
@@ -299,7 +391,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_moves_no_schedule(train, 
     found = metrics(run)
     assert [count for _, count in found["optim/skipped_steps"]] == [0, 0, 1, 1, 1, 1]
     finite = {name for name, values in found.items() if all(math.isfinite(v) for _, v in values)}
-    assert all(name.startswith("optim/grad_norm") for name in found.keys() - finite)
+    assert all(name.startswith(("optim/grad_norm", "train/loss")) for name in found.keys() - finite)
+    losses = [loss for _, loss in found["train/loss"]]
+    assert [math.isnan(loss) for loss in losses] == [False, False, True, False, False, False]  # there is none of it
+    assert min(losses[:2] + losses[3:]) > 1
     factors = [1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3]  # the third step is taken back and its rate used again
     assert [f for _, f in found["optim/lr_factor"]] == pytest.approx(factors)
     resumed = train("bad2", *settings, "trainer.max_steps=5")

@@ -1,0 +1,20 @@
+"""Numbers as people say them."""
+
+
+def short(number: float | None, unit: str = "") -> str:
+    """1,088,208 as 1.09 M, to three digits; a dash where there is none."""
+    if number is None:
+        return "-"
+    number = float(f"{number:.3g}")  # so that 999,999 is a million
+    for power, letter in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if abs(number) >= 10**power:
+            return f"{number / 10**power:.3g} {letter}{unit}"
+    return f"{number:.3g} {unit}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    """5,000 seconds as 83.3 min."""
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:,.1f} {name}"
+    return f"{seconds:.0f} s"
