@@ -52,6 +52,7 @@ def keep_freed_memory() -> None:
     thousands in a training step. See mallopt(3); other libraries are left as they are.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.malloc_trim(0)  # what was freed until now, in pieces that may not serve again
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
 

@@ -31,7 +31,6 @@ def run(config: GenerateConfig) -> None:
     Raises:
         ValueError: the checkpoint, a prompt or a setting is wrong.
     """
-    keep_freed_memory()
     prompts = [config.prompt] if config.prompt_file is None else read_prompts(config.prompt_file)
     path = latest_run(Path(config.runs_dir)) if config.checkpoint is None else config.checkpoint
     device = choose_device(config.device)
@@ -47,6 +46,7 @@ def run(config: GenerateConfig) -> None:
     if not config.score:
         at_once = config.beams if config.beams > 1 else config.num_samples * (1 if config.interactive else len(prompts))
         pack_weights(model, at_once if draft is None else at_once * (config.draft_tokens + 1))
+    keep_freed_memory()  # from now on: not what loading and packing leave
     if config.beams > 1:
         for prompt in asked() if config.interactive else prompts:
             found = beam_search(model, tokenizer, prompt, config.max_new_tokens, config.beams, config.length_penalty)
