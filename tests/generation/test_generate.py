@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitransformer import ModelConfig, Tokenizer, Transformer, beam_search, generate, generate_all, score
-from minitransformer.generation.generate import Row, stream
-from minitransformer.model.config import POSITIONS, AttentionConfig
+from minitransformer.generation.generate import PREFILL_TOKENS, Row, prefill, stream
+from minitransformer.model.config import KINDS, PATTERNS, POSITIONS, AttentionConfig
 from tests.conftest import sentences
 
 TOKENIZER = Tokenizer.train_bpe([sentences(300)], 300)
@@ -18,7 +18,7 @@ def make(position="rotary", vocab_size=TOKENIZER.vocab_size, **settings) -> Tran
     torch.manual_seed(0)
     config = ModelConfig(
         vocab_size=vocab_size, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, position=position,
-        attention=AttentionConfig(qk_norm=True), **settings,
+        **dict(attention=AttentionConfig(qk_norm=True)) | settings,
     )  # fmt: skip
     model = Transformer(config).eval()
     with torch.no_grad():
@@ -47,6 +47,26 @@ def test_greedy_equals_the_uncached_model(position):
     assert generate(model, TOKENIZER, PROMPTS, 20, temperature=0) == expected
     assert [generate(model, TOKENIZER, [p], 20, temperature=0)[0] for p in PROMPTS] == expected
     assert ["".join(stream(model, TOKENIZER, p, 20, temperature=0.0)) for p in PROMPTS] == expected
+
+
+ATTENTIONS = [
+    *({"pattern": [name], "window": 5, "block": 4, "stride": 4, "summary": 2} for name in PATTERNS),
+    *({"kind": kind} for kind in KINDS if kind != "softmax"),
+]
+
+
+@pytest.mark.parametrize(
+    ("position", "attention"), [*((p, {}) for p in POSITIONS), *(("rotary", a) for a in ATTENTIONS)], ids=str
+)
+def test_prompts_are_read_in_pieces(position, attention, monkeypatch):
+    """Pieces of two tokens, so that short rows begin with pieces that are padding alone."""
+    model = make(position, attention=AttentionConfig(**attention))
+    rows = [[TOKENIZER.boundary, *TOKENIZER.encode(prompt)] for prompt in PROMPTS]
+    with torch.inference_mode():
+        alone = [model.features(torch.tensor([ids]))[0][0, -1] for ids in rows]
+        monkeypatch.setitem(PREFILL_TOKENS, "cpu", 7)
+        found = prefill(model, rows, TOKENIZER.boundary, 64)[1]
+    torch.testing.assert_close(found, torch.stack(alone), atol=1e-4, rtol=1e-4)
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
