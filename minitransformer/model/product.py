@@ -32,9 +32,14 @@ class _Product(torch.autograd.Function):
         (x, weight), (for_x, for_weight, for_bias), grad = ctx.saved_tensors, ctx.needs_input_grad, grad.contiguous()
         return (
             product(grad, weight.t()) if for_x else None,
-            product(grad.t(), x.t()) if for_weight else None,
+            weight_gradient(grad, x) if for_weight else None,
             grad.sum(0) if for_bias else None,
         )
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """(N, d_out), (N, d_in) -> (d_out, d_in). oneDNN copies what comes first, so that is the narrower of the two."""
+    return product(grad.t(), x.t()) if grad.shape[1] <= x.shape[1] else product(x.t(), grad.t()).t()
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
