@@ -10,6 +10,7 @@ _HOME = {
     "SelfAttention": "model.attention",
     "MultiHeadAttention": "model.attention",
     "get_attention_weights": "model.transformer",
+    "pack_weights": "model.product",
     "scaled_dot_product_attention": "model.attention",
     "sinusoidal_encoding": "model.positions",
     "Tokenizer": "data.tokenizer",

@@ -42,10 +42,11 @@ def run(config: GenerateConfig) -> None:
         draft, its_tokenizer = load(config.draft, device, say=say)
         if its_tokenizer.to_json() != tokenizer.to_json():
             raise ValueError(f"draft={config.draft} has another tokenizer than {path}")
-        pack_weights(draft, 1)
-    if not config.score:
-        at_once = config.beams if config.beams > 1 else config.num_samples * (1 if config.interactive else len(prompts))
-        pack_weights(model, at_once if draft is None else at_once * (config.draft_tokens + 1))
+    if not config.score:  # which reads each weight once
+        rows = config.beams if config.beams > 1 else config.num_samples * (1 if config.interactive else len(prompts))
+        if draft is not None:
+            pack_weights(draft, rows)
+        pack_weights(model, rows if draft is None else rows * (config.draft_tokens + 1))
     keep_freed_memory()  # from now on: not what loading and packing leave
     if config.beams > 1:
         for prompt in asked() if config.interactive else prompts:
