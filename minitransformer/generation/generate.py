@@ -17,7 +17,7 @@ from minitransformer.model.cache import KVCache
 from minitransformer.model.transformer import Transformer
 
 # Tokens of all rows that are read at a time: what is worked out on their way takes memory, and each call takes time.
-PREFILL_TOKENS = {"cpu": 256, "mps": 2048, "cuda": 8192}
+PREFILL_TOKENS = {"cpu": 256, "mps": 2048, "cuda": 8192}  # and on others as on the last
 
 
 @dataclass
@@ -146,7 +146,7 @@ def prefill(model: Transformer, rows: list[list[int]], boundary: int, length: in
     padding = torch.tensor([longest - len(ids) for ids in rows], device=device)
     positions = (torch.arange(longest, device=device) - padding[:, None]).clamp(min=-1)
     cache = model.new_cache(len(rows), length)
-    at_once = max(1, PREFILL_TOKENS[device.type] // len(rows))
+    at_once = max(1, PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cuda"]) // len(rows))
     for piece, places in zip(tokens.split(at_once, 1), positions.split(at_once, 1), strict=True):
         features = model.features(piece, places, cache)[0]
     return cache, features[:, -1]

@@ -44,9 +44,10 @@ def run(config: GenerateConfig) -> None:
             raise ValueError(f"draft={config.draft} has another tokenizer than {path}")
     if not config.score:  # which reads each weight once
         rows = config.beams if config.beams > 1 else config.num_samples * (1 if config.interactive else len(prompts))
-        if draft is not None:
-            pack_weights(draft, rows)
-        pack_weights(model, rows if draft is None else rows * (config.draft_tokens + 1))
+        if draft is not None:  # rows are taken one after the other
+            pack_weights(draft, 1)
+            rows = config.draft_tokens + 1
+        pack_weights(model, rows)
     keep_freed_memory()  # from now on: not what loading and packing leave
     if config.beams > 1:
         for prompt in asked() if config.interactive else prompts:

@@ -1,5 +1,7 @@
 """Products with weight matrices. On a CPU torch has two libraries for them, and uses the slower one in fp32."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -80,6 +82,14 @@ class PackedLinear(nn.Module):
         return ONEDNN(x, self.weight, self.bias, "none", [], "")
 
 
+def replace_linears(model: nn.Module, replacement: Callable[[nn.Linear], nn.Module]) -> None:
+    """Put what `replacement` makes of each `nn.Linear` in its place, one by one, so that the old is freed at once."""
+    for module in [part for part in model.modules() if not isinstance(part, nn.Linear)]:
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, replacement(child))
+
+
 @torch.no_grad()
 def pack_weights(model: nn.Module, rows: int) -> None:
     """Store the matrices of a model as a CPU reads them fastest, for inference with `rows` tokens at a time.
@@ -87,12 +97,14 @@ def pack_weights(model: nn.Module, rows: int) -> None:
     Large ones become `PackedLinear`; for a single row small ones are stored column by column. Values stay, but the
     model can be neither trained nor saved any more, and a head that was tied to the embedding is held beside it.
     """
-    for module in [part for part in model.modules() if not isinstance(part, nn.Linear)]:
-        for name, child in module.named_children():  # one by one, so that what is replaced is freed at once
-            if not isinstance(child, nn.Linear) or not (weight := child.weight).is_cpu:
-                continue
-            large = weight.numel() >= LEAST_WEIGHTS or rows * weight.numel() >= LEAST_PACKED
-            if ONEDNN is not None and weight.dtype == torch.float32 and large:
-                setattr(module, name, PackedLinear(child))
-            elif rows == 1:
-                weight.data = weight.t().contiguous().t()
+
+    def packed(linear: nn.Linear) -> nn.Module:
+        weight = linear.weight
+        large = weight.numel() >= LEAST_WEIGHTS or rows * weight.numel() >= LEAST_PACKED
+        if ONEDNN is not None and weight.is_cpu and weight.dtype == torch.float32 and large:
+            return PackedLinear(linear)
+        if weight.is_cpu and rows == 1:
+            weight.data = weight.t().contiguous().t()
+        return linear
+
+    replace_linears(model, packed)

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitransformer.model.product import replace_linears
+
 # torch's kernel reads whole vectors of inputs, and past the end of what is no multiple of them.
 VECTOR = 32
 
@@ -35,7 +37,4 @@ class Int8Linear(nn.Module):
 
 def quantize_int8(model: nn.Module) -> None:
     """Put an `Int8Linear` in the place of every `nn.Linear`, for inference. Embeddings keep their numbers."""
-    for module in [part for part in model.modules() if not isinstance(part, nn.Linear)]:
-        for name, child in module.named_children():  # one by one, so that what is replaced is freed at once
-            if isinstance(child, nn.Linear):
-                setattr(module, name, Int8Linear(child))
+    replace_linears(model, Int8Linear)

@@ -5,8 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitransformer import ModelConfig, Tokenizer, Transformer, beam_search, generate, generate_all, score
+from minitransformer import (
+    ModelConfig,
+    Tokenizer,
+    Transformer,
+    beam_search,
+    generate,
+    generate_all,
+    pack_weights,
+    score,
+)
 from minitransformer.generation.generate import PREFILL_TOKENS, Row, prefill, stream
+from minitransformer.model import product
 from minitransformer.model.config import KINDS, PATTERNS, POSITIONS, AttentionConfig
 from tests.conftest import sentences
 
@@ -47,6 +57,19 @@ def test_greedy_equals_the_uncached_model(position):
     assert generate(model, TOKENIZER, PROMPTS, 20, temperature=0) == expected
     assert [generate(model, TOKENIZER, [p], 20, temperature=0)[0] for p in PROMPTS] == expected
     assert ["".join(stream(model, TOKENIZER, p, 20, temperature=0.0)) for p in PROMPTS] == expected
+
+
+@pytest.mark.parametrize("least", [0, 2**62], ids=["in blocks", "as they are, or by columns"])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_packed_weights_write_what_the_uncached_model_does(position, least, monkeypatch):
+    monkeypatch.setattr(product, "LEAST_WEIGHTS", least)
+    monkeypatch.setattr(product, "LEAST_PACKED", 2**62)
+    expected = [greedy_by_hand(make(position), prompt, 10) for prompt in PROMPTS]
+    for rows in (1, len(PROMPTS)):
+        model = make(position)
+        pack_weights(model, rows)
+        batches = [PROMPTS[i : i + rows] for i in range(0, len(PROMPTS), rows)]
+        assert [t for batch in batches for t in generate(model, TOKENIZER, batch, 10, temperature=0)] == expected
 
 
 ATTENTIONS = [
