@@ -1,5 +1,6 @@
 """Products with weight matrices. On a CPU torch has two libraries for them, and uses the slower one in fp32."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,8 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 CAPABLE = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and torch.backends.mkldnn.is_available()
 ONEDNN = torch.ops.mkldnn._linear_pointwise if CAPABLE else None
 LEAST = 2**21  # multiplications that outweigh what a call of it costs more
-LEAST_PACKED = 2**20  # the same where it need not put the weights in order first
-LEAST_WEIGHTS = 2**17  # that are read faster so, even for a single row
+LEAST_PACKED = {"row": 2**21, "rows": 2**17}  # weights that it reads faster, for a single row and for several
 
 if ONEDNN is not None:
 
@@ -82,6 +82,30 @@ class PackedLinear(nn.Module):
         return ONEDNN(x, self.weight, self.bias, "none", [], "")
 
 
+class SlicedLinear(nn.Module):
+    """A `Linear` for inference with single rows: each thread has a slice of its outputs, stored column by column.
+
+    Products of a matrix and one vector are left to one thread by MKL; products of many matrices are shared out.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        slices = math.gcd(linear.out_features, torch.get_num_threads())
+        weight = linear.weight.detach().unflatten(0, (slices, -1))
+        self.weight = weight.transpose(1, 2).contiguous()  # (slices, d_in, d_out / slices)
+        self.bias = None if linear.bias is None else linear.bias.detach().view(slices, 1, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_in) -> (..., d_out)."""
+        slices, d_in, _ = self.weight.shape
+        if x.numel() == d_in:
+            row = x.expand(slices, 1, d_in)
+            out = row.bmm(self.weight) if self.bias is None else torch.baddbmm(self.bias, row, self.weight)
+            return out.view(*x.shape[:-1], -1)
+        out = torch.cat([product(x, part.t()) for part in self.weight], dim=-1)
+        return out if self.bias is None else out + self.bias.flatten()
+
+
 def replace_linears(model: nn.Module, replacement: Callable[[nn.Linear], nn.Module]) -> None:
     """Put what `replacement` makes of each `nn.Linear` in its place, one by one, so that the old is freed at once."""
     for module in [part for part in model.modules() if not isinstance(part, nn.Linear)]:
@@ -94,17 +118,18 @@ def replace_linears(model: nn.Module, replacement: Callable[[nn.Linear], nn.Modu
 def pack_weights(model: nn.Module, rows: int) -> None:
     """Store the matrices of a model as a CPU reads them fastest, for inference with `rows` tokens at a time.
 
-    Large ones become `PackedLinear`; for a single row small ones are stored column by column. Values stay, but the
-    model can be neither trained nor saved any more, and a head that was tied to the embedding is held beside it.
+    Large ones become `PackedLinear`; small ones become `SlicedLinear` for a single row, and stay for several. Values
+    stay, but the model can be neither trained nor saved any more, and a head that was tied to the embedding is held
+    beside it.
     """
+    least = LEAST_PACKED["row" if rows == 1 else "rows"]
 
     def packed(linear: nn.Linear) -> nn.Module:
         weight = linear.weight
-        large = weight.numel() >= LEAST_WEIGHTS or rows * weight.numel() >= LEAST_PACKED
-        if ONEDNN is not None and weight.is_cpu and weight.dtype == torch.float32 and large:
+        if not weight.is_cpu or weight.dtype != torch.float32:
+            return linear
+        if ONEDNN is not None and weight.numel() >= least:
             return PackedLinear(linear)
-        if weight.is_cpu and rows == 1:
-            weight.data = weight.t().contiguous().t()
-        return linear
+        return SlicedLinear(linear) if rows == 1 else linear
 
     replace_linears(model, packed)

@@ -59,11 +59,10 @@ def test_greedy_equals_the_uncached_model(position):
     assert ["".join(stream(model, TOKENIZER, p, 20, temperature=0.0)) for p in PROMPTS] == expected
 
 
-@pytest.mark.parametrize("least", [0, 2**62], ids=["in blocks", "as they are, or by columns"])
+@pytest.mark.parametrize("least", [0, 2**62], ids=["in blocks", "in slices or as they are"])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_packed_weights_write_what_the_uncached_model_does(position, least, monkeypatch):
-    monkeypatch.setattr(product, "LEAST_WEIGHTS", least)
-    monkeypatch.setattr(product, "LEAST_PACKED", 2**62)
+    monkeypatch.setattr(product, "LEAST_PACKED", {"row": least, "rows": least})
     expected = [greedy_by_hand(make(position), prompt, 10) for prompt in PROMPTS]
     for rows in (1, len(PROMPTS)):
         model = make(position)

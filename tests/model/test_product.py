@@ -5,7 +5,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitransformer.model import product as module
-from minitransformer.model.product import LEAST, ONEDNN, Linear, PackedLinear, pack_weights, product
+from minitransformer.model.product import (
+    LEAST,
+    ONEDNN,
+    Linear,
+    PackedLinear,
+    SlicedLinear,
+    pack_weights,
+    product,
+)
 from minitransformer.model.quantize import quantize_int8
 from tests.model.models import make
 
@@ -72,24 +80,33 @@ def test_second_derivatives(monkeypatch):
     torch.testing.assert_close(second, expected, atol=1e-3, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [PackedLinear, SlicedLinear])
+@pytest.mark.parametrize("threads", [1, 2, 6])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 8, 200])
-@pytest.mark.parametrize(("d_in", "d_out"), [(256, 256), (65, 7), (64, 4097), (1024, 256)])
-def test_packed_products(d_in, d_out, rows, bias):
+@pytest.mark.parametrize(("d_in", "d_out"), [(256, 256), (65, 7), (64, 4098), (1024, 256)])
+def test_products_with_weights_in_another_order(d_in, d_out, rows, bias, threads, kind, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(0)
     linear, x = Linear(d_in, d_out, bias=bias), torch.randn(rows, 1, d_in)
     expected = x.double() @ linear.weight.double().T + (linear.bias.double() if bias else 0)
     with torch.inference_mode():
-        found = PackedLinear(linear)(x)
+        found = kind(linear)(x)
+        row = kind(linear)(x[0])  # without a batch
     torch.testing.assert_close(found.double(), expected, atol=1e-5 * d_in**0.5, rtol=1e-5)
+    torch.testing.assert_close(row.double(), expected[0], atol=1e-5 * d_in**0.5, rtol=1e-5)
+
+
+SMALL = {"attention.qkv", "attention.output", "feed_forward.input", "feed_forward.output"}
 
 
 @pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize(("rows", "packed"), [
-    (1, {"head"}), (4, {"head"}), (64, {"head", "blocks.0.feed_forward.input", "blocks.0.feed_forward.output"}),
+@pytest.mark.parametrize(("rows", "packed", "sliced"), [
+    (1, {"head"}, {f"blocks.0.{name}" for name in SMALL}), (2, {"head"}, set()), (64, {"head"}, set()),
 ])  # fmt: skip
-def test_a_packed_model_gives_the_same_logits(rows, packed, tie):
-    """64 x 2,048 weights are enough for one row, 64 x 256 for 64 rows, and 64 x 192 for neither."""
+def test_a_packed_model_gives_the_same_logits(rows, packed, sliced, tie, monkeypatch):
+    """64 x 2,048 weights are enough for several rows, 64 x 256 are not."""
+    monkeypatch.setitem(module.LEAST_PACKED, "row", 2**17)
     model = make(tie_embeddings=tie, bias=True, n_layers=1, d_model=64, vocab_size=2048)
     tokens, table = torch.randint(2048, (rows, 12)), model.embedding.weight.clone()
     with torch.inference_mode():
@@ -97,18 +114,16 @@ def test_a_packed_model_gives_the_same_logits(rows, packed, tie):
         pack_weights(model, rows)
         torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(model.embedding.weight, table)
-    assert {name for name, part in model.named_modules() if isinstance(part, PackedLinear)} == packed
-    for part in model.modules():
-        if isinstance(part, Linear):
-            assert part.weight.is_contiguous() == (rows > 1)
+    for kind, names in ((PackedLinear, packed), (SlicedLinear, sliced)):
+        assert {name for name, part in model.named_modules() if isinstance(part, kind)} == names
 
 
 def test_what_is_packed_stays_as_it_is_elsewhere():
     """Where the numbers are not fp32, or lie in eight bits already."""
     model = make(n_layers=1, d_model=64, vocab_size=2048).bfloat16()
-    pack_weights(model, 64)
-    assert not any(isinstance(part, PackedLinear) for part in model.modules())
-    quantize_int8(model)
-    names = [type(part) for part in model.modules()]
-    pack_weights(model, 1)
-    assert [type(part) for part in model.modules()] == names
+    for change in (lambda model: None, quantize_int8):
+        change(model)
+        names = [type(part) for part in model.modules()]
+        for rows in (1, 64):
+            pack_weights(model, rows)
+            assert [type(part) for part in model.modules()] == names
