@@ -74,7 +74,7 @@ KEPT += [getattr(aten, name).default for name in (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )]  # fmt: skip
-KEPT += [ONEDNN.default] if ONEDNN is not None else []
+KEPT += [ONEDNN.default, torch.ops.minitransformer.linear.default] if ONEDNN is not None else []
 
 
 class Block(nn.Module):

@@ -15,8 +15,13 @@ LEAST = 2**21  # multiplications that outweigh what a call of it costs more
 LEAST_PACKED = {"row": 2**21, "rows": 2**17}  # weights that it reads faster, for a single row and for several
 
 if ONEDNN is not None:
+    # torch's compiler takes oneDNN's operator for weights alone that never change, and this one for any.
+    LIBRARY = torch.library.Library("minitransformer", "DEF")
+    LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+    LIBRARY.impl("linear", lambda x, weight, bias: ONEDNN(x, weight, bias, "none", [], ""), "CPU")
+    LIBRARY.impl("linear", lambda x, weight, _: x.new_empty(*x.shape[:-1], weight.shape[0]), "Meta")
 
-    @register_flop_formula(ONEDNN)
+    @register_flop_formula([ONEDNN, torch.ops.minitransformer.linear])
     def _flops(x_shape, weight_shape, *_, out_shape=None, **__) -> int:
         return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
 
@@ -27,6 +32,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if torch.compiler.is_compiling():
+            return torch.ops.minitransformer.linear(x, weight, bias)
         return ONEDNN(x, weight, bias, "none", [], "")
 
     @staticmethod
@@ -40,8 +47,11 @@ class _Product(torch.autograd.Function):
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """(N, d_out), (N, d_in) -> (d_out, d_in). oneDNN copies what comes first, so that is the narrower of the two."""
-    return product(grad.t(), x.t()) if grad.shape[1] <= x.shape[1] else product(x.t(), grad.t()).t()
+    """(N, d_out), (N, d_in) -> (d_out, d_in). oneDNN wants the first one turned, so that is the narrower of the two."""
+    if grad.shape[1] > x.shape[1]:
+        return weight_gradient(x, grad).t()
+    turned = grad.t()[None].contiguous()[0]  # as three dimensions, as torch turns two with one thread
+    return product(turned, x.t())
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,7 +64,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or x.dtype != torch.float32
         or weight.dtype != torch.float32
         or torch.is_autocast_enabled("cpu")
-        or torch.compiler.is_compiling()
     ):
         return F.linear(x, weight, bias)
     return _Product.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from minitransformer.model import product
 from minitransformer.model.config import POSITIONS, AttentionConfig, ModelConfig
 from minitransformer.model.transformer import Transformer
 
@@ -59,9 +60,13 @@ def test_few_graphs_serve_twenty_steps_with_changing_documents(settings, checkpo
     assert counter.frame_count <= max(2, len(set(model.config.attention.pattern)))
 
 
-def test_compiled_for_real_reads_trains_and_generates_alike():
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+@pytest.mark.parametrize("least", [0, 2**62], ids=["oneDNN", "MKL"])
+def test_compiled_for_real_reads_trains_and_generates_alike(least, checkpointing, monkeypatch):
+    monkeypatch.setattr(product, "LEAST", least)
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**SHAPE))
+    model.checkpoint_gradients(checkpointing)
     ((tokens, positions),) = batches(1)
     names = list(model.state_dict())
     logits, gradients = with_gradients(model, tokens, positions)
