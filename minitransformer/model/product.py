@@ -32,6 +32,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        x = x[None].contiguous()[0]  # as three dimensions, since torch turns two by one thread
         if torch.compiler.is_compiling():
             return torch.ops.minitransformer.linear(x, weight, bias)
         return ONEDNN(x, weight, bias, "none", [], "")
@@ -47,11 +48,8 @@ class _Product(torch.autograd.Function):
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """(N, d_out), (N, d_in) -> (d_out, d_in). oneDNN wants the first one turned, so that is the narrower of the two."""
-    if grad.shape[1] > x.shape[1]:
-        return weight_gradient(x, grad).t()
-    turned = grad.t()[None].contiguous()[0]  # as three dimensions, as torch turns two with one thread
-    return product(turned, x.t())
+    """(N, d_out), (N, d_in) -> (d_out, d_in). oneDNN copies what comes first, so that is the narrower of the two."""
+    return product(grad.t(), x.t()) if grad.shape[1] <= x.shape[1] else product(x.t(), grad.t()).t()
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from minitransformer.data.packing import IGNORE
 from minitransformer.model.cost import LEAST_ROWS, LOGITS
-from minitransformer.model.product import product
+from minitransformer.model.product import product, weight_gradient
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -31,22 +31,23 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 logits = product(chunk, w).to(exact)  # (rows, V)
                 if cap:
                     logits = cap * torch.tanh(logits / cap)
-                normaliser = logits.logsumexp(-1, keepdim=True)
-                nats = normaliser - logits.gather(-1, target)
+                log_p = logits.log_softmax(-1)
+                nats = -log_p.gather(-1, target)
                 loss += (nats * kept).sum()
                 if smoothing or z:
-                    spread = normaliser - logits.mean(-1, keepdim=True)  # against the uniform distribution
+                    normaliser = logits[:, :1] - log_p[:, :1]
+                    spread = -log_p.mean(-1, keepdim=True)  # against the uniform distribution
                     extra = smoothing * (spread - nats) + z * normaliser.square()
                     objective += (extra * kept).sum()
                 if grad_x is None and grad_w is None:
                     continue
                 slope = 1 - (logits / cap).square() if cap else None
-                grad = logits.sub_(normaliser).exp_()  # softmax, then softmax minus one at the target
+                grad = log_p.exp_()  # softmax, then softmax minus one at the target
                 if z:
                     grad *= 1 + 2 * z * normaliser
                 if smoothing:
                     grad -= smoothing / len(weight)
-                grad.scatter_add_(-1, target, torch.full_like(normaliser, smoothing - 1))
+                grad.scatter_add_(-1, target, torch.full_like(nats, smoothing - 1))
                 grad *= kept
                 if slope is not None:
                     grad *= slope
@@ -54,7 +55,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 if grad_x is not None:
                     grad_x[start : start + rows] = product(grad, w.T)
                 if grad_w is not None:
-                    grad_w += product(grad.T, chunk.T)
+                    grad_w += weight_gradient(grad, chunk)
         ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight.dtype))
         ctx.mark_non_differentiable(loss)
         return objective + loss, loss
