@@ -26,7 +26,7 @@ from minitransformer.checkpoint import (
     save_model,
 )
 from minitransformer.data.datamodule import TextData
-from minitransformer.data.tokenizer import printable
+from minitransformer.data.tokenizer import Tokenizer, printable
 from minitransformer.generation.generate import fitting, stream
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import TrainConfig
@@ -125,7 +125,8 @@ class Checkpointer(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, module: LanguageModel, stage: str) -> None:
         losses = (moment.get("val/loss") for moment in read_metrics(self.run))
-        self.best = min((loss for loss in losses if loss is not None), default=float("inf"))
+        best = min((loss for loss in losses if loss is not None), default=float("inf"))
+        self.best = trainer.strategy.broadcast(best)
 
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.saved_step = trainer.global_step  # 0, or what was resumed: nothing new to save yet
@@ -181,12 +182,14 @@ class Checkpointer(pl.Callback):
             trainer.save_checkpoint(checkpoint_path(self.run, step))
             if trainer.is_global_zero:
                 # A moving average has put itself in the place of the weights.
-                weights = {name.removeprefix("model."): w for name, w in self.saved["state_dict"].items()}
-                weights = module.plain_weights(weights)
-                save_model(self.run / MODEL_FILE, module.model.config, weights, module.tokenizer)
+                self._save_model(MODEL_FILE, module, self.saved["state_dict"])
                 for old in checkpoints(self.run)[: -self.config.keep_checkpoints]:
                     old.unlink()
         self.saved, self.saved_step = {}, step
+
+    def _save_model(self, name: str, module: LanguageModel, state: dict[str, torch.Tensor]) -> None:
+        weights = module.plain_weights({key.removeprefix("model."): tensor for key, tensor in state.items()})
+        save_model(self.run / name, module.model.config, weights, module.tokenizer)
 
     def on_validation_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         if alone(trainer):
@@ -197,9 +200,9 @@ class Checkpointer(pl.Callback):
         loss = module.metrics["val/loss"]
         if loss < self.best:
             self.best = loss
-            if module.settings.strategy != "fsdp" and trainer.is_global_zero:
-                model = module.model
-                save_model(self.run / BEST_FILE, model.config, module.plain_weights({}), module.tokenizer)
+            state = trainer.strategy.lightning_module_state_dict()  # to which every rank gives its shards
+            if trainer.is_global_zero:
+                self._save_model(BEST_FILE, module, state)
 
 
 def alone(trainer: pl.Trainer) -> bool:
@@ -230,9 +233,7 @@ class Sampler(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, outputs, batch, batch_idx: int) -> None:
         step = trainer.global_step
-        if step % self.config.sample_every and step != trainer.max_steps:
-            return
-        if trainer.is_global_zero:
+        if step % self.config.sample_every == 0 or step == trainer.max_steps:
             with module.paused():
                 module.model.eval()
                 self.show(trainer, module, step)
@@ -241,20 +242,28 @@ class Sampler(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         """A run that made its last step, or was stopped there, before it was asked for a sample."""
         step = trainer.global_step
-        if alone(trainer) and trainer.is_global_zero and step not in dict(read_samples(self.directory.path)):
+        if alone(trainer) and trainer.strategy.broadcast(step not in dict(read_samples(self.directory.path))):
             self.show(trainer, module, step)
 
     def show(self, trainer: pl.Trainer, module: LanguageModel, step: int) -> None:
-        text, png = self.sample(module, step), self.picture(module.model)
+        model = module.model
+        if module.settings.strategy == "fsdp":
+            # A whole copy for rank 0: ranks that read together would hang where their texts differ in length.
+            state = trainer.strategy.lightning_module_state_dict()
+            if trainer.is_global_zero:
+                model = Transformer(model.config).to(module.device).eval()
+                model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+        if not trainer.is_global_zero:
+            return
+        text, png = self.sample(model, module.tokenizer, step), self.picture(model)
         for logger in trainer.loggers:
             logger.log_sample(text, step)
             if png is not None:
                 logger.log_attention(png, step)
 
-    def sample(self, module: LanguageModel, step: int) -> str:
-        config, model = self.config, module.model
-        sampling = dict(temperature=config.sample_temperature, seed=0)
-        text = "".join(stream(model, module.tokenizer, self.prompt, self.n_new, **sampling))
+    def sample(self, model: Transformer, tokenizer: Tokenizer, step: int) -> str:
+        sampling = dict(temperature=self.config.sample_temperature, seed=0)
+        text = "".join(stream(model, tokenizer, self.prompt, self.n_new, **sampling))
         text = self.prompt + text
         self.console.print(Text(f"sample after step {step}", style="bold"))
         self.console.print(Text("\n".join("  │ " + printable(line) for line in text.split("\n")), style="cyan"))
@@ -371,9 +380,10 @@ class Bar(pl.Callback):
         step = trainer.global_step
         fresh = step % self.log_every == 0 or step == trainer.max_steps
         if self.bar is not None:
-            room = self.console.width - 2 * len(str(trainer.max_steps)) - 26  # beside the other columns
-            line = {"line": progress_line(module.metrics, room)} if fresh else {}
-            self.bar.update(self.task, completed=step, **line)
+            self.bar.update(self.task, completed=step)
+            if fresh:
+                room = self.console.width - 2 * len(str(trainer.max_steps)) - 26  # beside the other columns
+                self.bar.update(self.task, line=progress_line(module.metrics, room))
         elif fresh and trainer.is_global_zero:
             left = module.seconds / (step - self.first) * (trainer.max_steps - step)
             self.console.print(f"step {step}/{trainer.max_steps}  {progress_line(module.metrics)}  {left:,.0f} s left")

@@ -374,10 +374,8 @@ class TrainConfig:
             raise ValueError(f"lora.rank={self.lora.rank} needs init_from: adapters stand beside trained weights")
         if self.lora.rank and (self.trainer.strategy == "fsdp" or self.callbacks.ema):
             raise ValueError(f"lora.rank={self.lora.rank} cannot go with trainer.strategy=fsdp or callbacks.ema")
-        if self.trainer.strategy == "fsdp" and (self.callbacks.sample_every or self.callbacks.ema):
-            raise ValueError(
-                "trainer.strategy=fsdp cannot go with callbacks.sample_every or callbacks.ema; set them to 0"
-            )
+        if self.trainer.strategy == "fsdp" and self.callbacks.ema:
+            raise ValueError(f"trainer.strategy=fsdp cannot go with callbacks.ema={self.callbacks.ema}; set it to 0")
 
 
 HARMLESS = ("dropout", "attention.kernel")  # settings of the model that may differ from those of `init_from`
