@@ -33,6 +33,8 @@ from minitransformer.training.config import TrainConfig
 from minitransformer.training.module import LanguageModel
 from minitransformer.training.pictures import attention_picture
 
+# What a terminal, a scheduler's end of time and SLURM's --signal=USR1 send; Windows lacks the last.
+STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 HELD_OUT_TOKENS = 24  # of validation text, as the prompt of samples
 PICTURED_TOKENS = 48  # of validation text, in pictures of attention
 
@@ -96,7 +98,7 @@ class Checkpointer(pl.Callback):
 
     It saves when the next step is about to begin: all that belongs to the step before, validation included, is then
     done, and Lightning's counters agree with the optimizer's. The weights with the lowest validation loss are kept
-    apart. It stops at SIGINT and SIGTERM, when time is up, and when too many steps in a row were not finite.
+    apart. It stops at SIGINT, SIGTERM and SIGUSR1, when time is up, and when too many steps in a row were not finite.
 
     The last validation comes after the last save, and is made up for when a run that lacks it is resumed.
     """
@@ -131,7 +133,7 @@ class Checkpointer(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.saved_step = trainer.global_step  # 0, or what was resumed: nothing new to save yet
         # Here and not in `setup`: Lightning puts its own handler for SIGTERM in between, which exits with 0.
-        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._stop) for number in STOPS}
 
     def on_exception(self, trainer: pl.Trainer, module: LanguageModel, exception: BaseException) -> None:
         self._restore_handlers()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import platform
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
@@ -175,7 +177,7 @@ def train(
         num_sanity_val_steps=0,
         logger=False,
         callbacks=make_callbacks(directory, config, console, model, data),
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(), *_environment()],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -228,6 +230,18 @@ def _strategy(config: TrainConfig) -> str | Strategy:
         # Buffers are constants: to send them around before each validation batch would hang ranks that have fewer.
         return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
     return "auto"
+
+
+def _environment() -> list[SLURMEnvironment]:
+    """SLURM without Lightning's requeueing, which saves in `runs_dir`, where every later run would find and load it."""
+    if not SLURMEnvironment.detect():
+        return []
+    try:
+        return [SLURMEnvironment(auto_requeue=False)]
+    except RuntimeError:  # Lightning counts in tasks per node
+        raise ValueError(
+            f"SLURM was given --ntasks={os.environ['SLURM_NTASKS']}; give it --ntasks-per-node, and --nodes, instead"
+        ) from None
 
 
 def code_version() -> str:
