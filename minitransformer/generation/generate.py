@@ -139,13 +139,15 @@ def start_rows(
     return rows, generators
 
 
-def prefill(model: Transformer, rows: list[list[int]], boundary: int, length: int) -> tuple[KVCache, Tensor]:
+def prefill(
+    model: Transformer, rows: list[list[int]], boundary: int, length: int, rolling: bool = True
+) -> tuple[KVCache, Tensor]:
     """A cache with room for `length` tokens that has read the rows, left-padded, and the features of their last."""
     device, longest = model.embedding.weight.device, max(map(len, rows))
     tokens = torch.tensor([[boundary] * (longest - len(ids)) + ids for ids in rows], device=device)
     padding = torch.tensor([longest - len(ids) for ids in rows], device=device)
     positions = (torch.arange(longest, device=device) - padding[:, None]).clamp(min=-1)
-    cache = model.new_cache(len(rows), length)
+    cache = model.new_cache(len(rows), length, rolling)
     at_once = max(1, PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cuda"]) // len(rows))
     for piece, places in zip(tokens.split(at_once, 1), positions.split(at_once, 1), strict=True):
         features = model.features(piece, places, cache)[0]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.config import Sampling
-from minitransformer.generation.generate import Row, fitting, start_rows
+from minitransformer.generation.generate import Row, fitting, prefill, start_rows
 from minitransformer.generation.sampling import adjust, distribution, draw
 from minitransformer.model.cache import KVCache
 from minitransformer.model.transformer import Transformer
@@ -64,11 +64,12 @@ def speculate(
     device = model.embedding.weight.device
 
     for number, (row, generator) in enumerate(zip(rows, generators, strict=True)):
-        if number % num_samples == 0:
-            caches = [one.new_cache(1, len(row.prompt_ids) + n_new, rolling=False) for one in (model, draft)]
-        else:  # the prompt was read for the sample before this one
-            for cache in caches:
-                cache.truncate(max(1, min(cache.length, len(row.prompt_ids) - 1)))
+        if number % num_samples == 0:  # the prompt is read once for all of its samples
+            length = len(row.prompt_ids) + n_new
+            readable = [(one, row.prompt_ids[: one.config.max_seq_len]) for one in (model, draft)]
+            caches = [prefill(one, [ids], tokenizer.boundary, length, rolling=False)[0] for one, ids in readable]
+        for cache in caches:
+            cache.truncate(min(cache.length, len(row.prompt_ids) - 1))  # the next pass begins with the last token
 
         def chances(one: Transformer, cache: KVCache, guessed: list[int], n: int, row=row):
             """Logits of the last n places after the row and the guesses, and what would be drawn from there: (n, V)."""
@@ -105,5 +106,5 @@ def speculate(
             elif time.monotonic() > deadline:
                 row.end("time")
             for cache in caches:
-                cache.truncate(max(1, min(cache.length, length + taken)))
+                cache.truncate(min(cache.length, length + taken))
             yield rows

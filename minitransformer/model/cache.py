@@ -92,7 +92,7 @@ class KVCache:
         self.last = self.last.index_select(0, rows)
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens, at least one.
+        """Forget all but the first `length` tokens.
 
         Raises:
             ValueError: some layer no longer has them as they were: it rolls, or keeps a state alone.
@@ -102,7 +102,8 @@ class KVCache:
         for buffer in (*self.keys, *self.values, *self.positions.values()):
             buffer.length = length
         self.length = length
-        self.last = self.positions[self.max_length].data[:, 0, length - 1]
+        newest = self.positions[self.max_length].data[:, 0, length - 1]
+        self.last = newest if length else torch.full_like(newest, -1)
 
     def append_positions(self, positions: Tensor | None, n_tokens: int) -> dict[int, Tensor]:
         """Note the positions of the coming tokens, (B, T) (None: each row goes on by one).

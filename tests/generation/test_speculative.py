@@ -111,6 +111,14 @@ def test_a_draft_that_holds_less_helps_as_far_as_it_reaches():
     assert generate(model, TOKENIZER, PROMPTS, 30, temperature=0, draft=Transformer(config).eval()) == expected
 
 
+def test_several_samples_of_each_prompt_of_an_empty_one_too():
+    model = make_plain()
+    settings = dict(num_samples=3, seed=1, draft=nearly(model, 0.1))
+    texts = generate(model, TOKENIZER, ["", "Ann"], 8, **settings)
+    alone = [generate(model, TOKENIZER, [p], 8, **settings | {"seed": s}) for p, s in (("", 1), ("Ann", 4))]
+    assert texts == alone[0] + alone[1]
+
+
 def test_settings_reach_through():
     model = make_plain()
     settings = dict(temperature=0, draft=nearly(model, 0.01))
@@ -141,9 +149,10 @@ def test_taken_back_and_read_again_equals_read_once():
     model = make(pattern=["window", "full"], window=5, vocab_size=VOCABULARY)
     tokens = torch.randint(VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(0))
     expected = model(tokens)
-    for kept in (1, 4, 11):
+    for kept in (0, 1, 4, 11):
         cache = model.new_cache(2, 30, rolling=False)
-        model(tokens[:, :kept], cache=cache)
+        if kept:
+            model(tokens[:, :kept], cache=cache)
         model(tokens.flip(0)[:, kept:], cache=cache)
         cache.truncate(kept)
         torch.testing.assert_close(model(tokens[:, kept:], cache=cache), expected[:, kept:], atol=1e-4, rtol=0)
