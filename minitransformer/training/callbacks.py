@@ -57,7 +57,10 @@ class DivergedError(ValueError):
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoints that appear whole or not at all."""
 
+    before: Callable[[dict], None]  # is given what is about to be written
+
     def save_checkpoint(self, checkpoint: dict, path: str | Path, storage_options=None) -> None:
+        self.before(checkpoint)
         with atomic_write(Path(path)) as file:
             torch.save(checkpoint, file)
 
@@ -108,7 +111,6 @@ class Checkpointer(pl.Callback):
         self.deadline, self.max_skipped = time.monotonic() + config.trainer.seconds, config.trainer.max_skipped
         self.saved_step, self.best = -1, float("inf")
         self.signum: int | None = None
-        self.saved: dict = {}  # what is being written
         self._before: dict[int, object] = {}
 
     @property
@@ -129,6 +131,9 @@ class Checkpointer(pl.Callback):
         losses = (moment.get("val/loss") for moment in read_metrics(self.run))
         best = min((loss for loss in losses if loss is not None), default=float("inf"))
         self.best = trainer.strategy.broadcast(best)
+        # The model first, so that a kill cannot leave an older one beside a last checkpoint. A moving average has put
+        # itself in the place of the weights by then.
+        trainer.strategy.checkpoint_io.before = lambda state: self._save_model(MODEL_FILE, module, state["state_dict"])
 
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.saved_step = trainer.global_step  # 0, or what was resumed: nothing new to save yet
@@ -174,7 +179,6 @@ class Checkpointer(pl.Callback):
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):
             counts["ready"] = counts["started"] = counts["processed"] = counts["completed"]
-        self.saved = checkpoint
 
     def save(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         step = trainer.global_step
@@ -183,11 +187,9 @@ class Checkpointer(pl.Callback):
         with module.paused():
             trainer.save_checkpoint(checkpoint_path(self.run, step))
             if trainer.is_global_zero:
-                # A moving average has put itself in the place of the weights.
-                self._save_model(MODEL_FILE, module, self.saved["state_dict"])
                 for old in checkpoints(self.run)[: -self.config.keep_checkpoints]:
                     old.unlink()
-        self.saved, self.saved_step = {}, step
+        self.saved_step = step
 
     def _save_model(self, name: str, module: LanguageModel, state: dict[str, torch.Tensor]) -> None:
         weights = module.plain_weights({key.removeprefix("model."): tensor for key, tensor in state.items()})

@@ -230,9 +230,6 @@ class LanguageModel(pl.LightningModule):
     def on_validation_start(self) -> None:
         self._validation_start = time.perf_counter()
 
-    def on_validation_end(self) -> None:
-        self._mark += time.perf_counter() - self._validation_start
-
     # Validation ------------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
@@ -247,8 +244,12 @@ class LanguageModel(pl.LightningModule):
         if self.trainer.world_size > 1:
             self._validation = self.trainer.strategy.reduce(self._validation.to(self.device), reduce_op="sum")
         nats, targets = self._validation.tolist()
-        metrics = {"val/loss": nats / targets, "val/bits_per_byte": nats / math.log(2) / self.n_bytes}
-        self.log_now(metrics, self.global_step)
+        self.metrics |= {"val/loss": nats / targets, "val/bits_per_byte": nats / math.log(2) / self.n_bytes}
+
+    def on_validation_end(self) -> None:
+        """Comes after the callbacks: what is logged for a step that is the best has been kept as such."""
+        self.log_now({name: self.metrics[name] for name in ("val/loss", "val/bits_per_byte")}, self.global_step)
+        self._mark += time.perf_counter() - self._validation_start
 
     # Checkpoints -----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from minitransformer.checkpoint import checkpoints, load, read_checkpoint, read_metrics, read_samples
+from minitransformer.training import callbacks
 from minitransformer.training.module import LanguageModel
 from tests.conftest import SMALL, sentences
 
@@ -140,6 +141,29 @@ def test_an_extended_run_is_the_longer_one_and_keeps_what_its_first_end_found(tr
     samples = read_samples(run)
     assert [step for step, _ in samples] == [3, 4, 6, 8]
     assert [sample for sample in samples if sample[0] != 4] == read_samples(longer)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "best.safetensors"])
+@pytest.mark.parametrize("every", [3, 4])
+def test_a_kill_before_a_model_is_written(train, monkeypatch, every, name):
+    """At the last time that it is; every=3: in the last step's validation, every=4: in one after the last save."""
+    lowest_at(monkeypatch, step3=1.0, step4=1.0, step6=0.5)
+    whole = train("whole", f"trainer.val_every={every}")
+    run, save, times = whole.with_name("mine"), callbacks.save_model, []
+
+    def killed(path, *arguments):
+        times.extend([path] if path.name == name else [])
+        if path.name == name and len(times) == (3 if name == "model.safetensors" else 2):
+            raise RuntimeError("stopped here")
+        save(path, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stopped here"):
+        patch.setattr(callbacks, "save_model", killed)
+        train("mine", f"trainer.val_every={every}", "callbacks.checkpoint_every=2")
+    train("mine", f"trainer.val_every={every}", "resume=auto")
+    for found in ("model.safetensors", "best.safetensors"):
+        same(load_file(run / found), load_file(whole / found))
+    assert metrics(run) == metrics(whole)
 
 
 @pytest.mark.parametrize("settings", [[], ["callbacks.ema=0.5", "optimizer=adamw"]], ids=["plain", "average"])
