@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from minitransformer.checkpoint import latest_run, load
+from minitransformer.checkpoint import atomic_write, latest_run, load
 from minitransformer.data.config import DataConfig, FilesConfig, HubConfig, StdlibConfig
 from minitransformer.data.documents import Document, load_corpus
 from minitransformer.data.packing import Documents
@@ -181,5 +181,6 @@ def draw(path: Path, losses: dict[str, np.ndarray], trained: int) -> None:
     )
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=100)
+    with atomic_write(path) as file:
+        figure.savefig(file, dpi=100, format=path.suffix[1:])
     pyplot.close(figure)

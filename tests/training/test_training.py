@@ -308,7 +308,7 @@ def test_a_full_disk_is_named_and_leaves_what_was_there(train, command, workdir,
     small = [*SMALL, "callbacks.sample_every=0", "trainer.val_every=6"]
     result = command("train", *TEXT, *small, "name=mine", "resume=auto")
     assert result.code == 1
-    assert "no space left on the disk for runs/mine/checkpoints/step-00000004.ckpt" in result.err
+    assert "no space left on the disk for runs/mine/model.safetensors" in result.err
     assert len(result.err.splitlines()) == 1
     assert sorted(p.name for p in run.rglob("*") if p.is_file()) == before
     assert (run / "model.safetensors").read_bytes() == model
@@ -491,7 +491,12 @@ def test_one_checkpoint_can_be_resumed(train):
     settings = ["callbacks.keep_checkpoints=9"]
     run = train("mine", *settings)
     end = weights(run)
-    train("mine", *settings, f"resume={checkpoints(run)[0]}")
+    first, *later = checkpoints(run)
+    train("mine", *settings, f"resume={first}", "trainer.max_steps=3", "schedule=constant")
+    # What was given up stands aside, and is not gone on from by mistake.
+    assert [read_checkpoint(path)["global_step"] for path in checkpoints(run)] == [2, 3]
+    assert all(path.with_name(f"{path.name}.later").exists() for path in later)
+    train("mine", *settings, f"resume={first}")
     same(end, weights(run))
 
 
