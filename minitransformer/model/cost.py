@@ -396,7 +396,7 @@ def training_memory(
     trained, muon = (adapters, adapters) if adapters else (n, hidden)
     assert config.vocab_size is not None
     head = 0 if adapters else 4 * config.vocab_size * d
-    # Of some rows the logits and what logsumexp needs beside them, and the slope of a soft cap.
+    # Of some rows the logits and their log_softmax, and the slope of a soft cap.
     chunk = 4 * min(tokens, max(LEAST_ROWS, LOGITS // config.vocab_size)) * config.vocab_size
     logits = chunk * (3 if config.logit_soft_cap else 2)
     mixing = 4 * width * widths.narrow

@@ -30,18 +30,19 @@ class _HeadCrossEntropy(torch.autograd.Function):
             with torch.autocast(kind, enabled=False):
                 logits = product(chunk, w).to(exact)  # (rows, V)
                 if cap:
-                    logits = cap * torch.tanh(logits / cap)
+                    slope = logits.div_(cap).tanh_().square().neg_().add_(1)
+                    logits *= cap
                 log_p = logits.log_softmax(-1)
+                normaliser = logits[:, :1] - log_p[:, :1]
+                del logits
                 nats = -log_p.gather(-1, target)
                 loss += (nats * kept).sum()
                 if smoothing or z:
-                    normaliser = logits[:, :1] - log_p[:, :1]
                     spread = -log_p.mean(-1, keepdim=True)  # against the uniform distribution
                     extra = smoothing * (spread - nats) + z * normaliser.square()
                     objective += (extra * kept).sum()
                 if grad_x is None and grad_w is None:
                     continue
-                slope = 1 - (logits / cap).square() if cap else None
                 grad = log_p.exp_()  # softmax, then softmax minus one at the target
                 if z:
                     grad *= 1 + 2 * z * normaliser
@@ -49,7 +50,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
                     grad -= smoothing / len(weight)
                 grad.scatter_add_(-1, target, torch.full_like(nats, smoothing - 1))
                 grad *= kept
-                if slope is not None:
+                if cap:
                     grad *= slope
                 grad = grad.to(dtype)
                 if grad_x is not None:
