@@ -72,7 +72,7 @@ class GenerateConfig(Sampling):
     checkpoint: a run directory or a model file (None: the newest run under `runs_dir`).
     prompt: the text to continue; empty starts a new document.
     prompt_file: a file with one prompt a line, in place of `prompt`; - reads standard input.
-    num_samples: continuations of each prompt.
+    num_samples: continuations of each prompt; with beams, so many of the best.
     beams: search for the likeliest text with so many beams, instead of drawing (1: draw). length_penalty: above 0
         favours long ones; their log-probability is divided by their length to this power.
     draft: a smaller model of the same tokenizer, named as `checkpoint` is, that guesses draft_tokens ahead for the
@@ -116,20 +116,13 @@ class GenerateConfig(Sampling):
         at_least("num_samples", self.num_samples, 1)
         at_least("beams", self.beams, 1)
         if self.beams > 1:
-            drawn = (
-                self.top_k
-                or self.top_p < 1
-                or self.min_p
-                or self.logit_bias
-                or self.banned
-                or self.forced
-                or self.looks_back
-            )
-            if drawn or self.num_samples > 1 or self.stop or self.max_seconds or self.overflow != "error":
+            if self.top_k or self.top_p < 1 or self.min_p or self.overflow != "error":
                 raise ValueError(
-                    f"beams={self.beams} looks for the likeliest text: it cannot go with num_samples, stop, "
-                    "max_seconds, overflow, or settings of how tokens are drawn"
+                    f"beams={self.beams} looks for the likeliest text: "
+                    "it cannot go with top_k, top_p, min_p or overflow"
                 )
+            if self.num_samples > self.beams:
+                raise ValueError(f"num_samples={self.num_samples} are more texts than beams={self.beams} can find")
         elif self.length_penalty != 1:
             raise ValueError(f"length_penalty={self.length_penalty} is for beams; set beams above 1")
         at_least("draft_tokens", self.draft_tokens, 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from minitransformer.checkpoint import latest_run, load
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.device import choose_device, keep_freed_memory
-from minitransformer.generation.beam import beam_search
+from minitransformer.generation.beam import DRAWING, beam_search
 from minitransformer.generation.config import GenerateConfig, Sampling
 from minitransformer.generation.generate import Continuation, Row, generate_rows, score
 from minitransformer.generation.speculative import Guesses, speculate
@@ -50,9 +50,16 @@ def run(config: GenerateConfig) -> None:
         pack_weights(model, rows)
     keep_freed_memory()  # from now on: not what loading and packing leave
     if config.beams > 1:
+        settings = {name: value for name, value in _sampling(config).items() if name not in DRAWING}
+        several, number = config.num_samples * len(prompts) > 1, 0
         for prompt in asked() if config.interactive else prompts:
-            found = beam_search(model, tokenizer, prompt, config.max_new_tokens, config.beams, config.length_penalty)
-            show_one(config, 0, found[0])
+            found = beam_search(
+                model, tokenizer, prompt, config.max_new_tokens, config.beams, config.length_penalty, config.stop,
+                config.max_seconds, **settings,
+            )  # fmt: skip
+            for one in found[: config.num_samples]:
+                number += 1
+                show_one(config, number if several else 0, one)
     elif config.interactive:
         for prompt in asked():
             show(config, model, draft, tokenizer, [prompt])
@@ -61,6 +68,10 @@ def run(config: GenerateConfig) -> None:
             show_score(score(model, tokenizer, prompt), tokenizer, config.output)
     else:
         show(config, model, draft, tokenizer, prompts, f"{path}: ")
+
+
+def _sampling(config: GenerateConfig) -> dict[str, object]:
+    return {f.name: getattr(config, f.name) for f in fields(Sampling)}
 
 
 def read_prompts(name: str) -> list[str]:
@@ -103,7 +114,7 @@ def show(
     source: str = "",
 ) -> None:
     """Print the continuations: one as it grows, many when they are done; then, from what and how fast."""
-    sampling = Sampling(**{f.name: getattr(config, f.name) for f in fields(Sampling)})
+    sampling = Sampling(**_sampling(config))
     begin, guesses = time.perf_counter(), Guesses()
     if draft is None:
         steps = generate_rows(

@@ -82,6 +82,9 @@ def test_beams(generating, workdir):
     best = beam_search(*load(workdir / "runs" / "small"), "Ann ", 8, beams=4)[0]
     assert (found["text"], found["tokens"]) == (best.text, best.tokens)
     assert generating("prompt='Ann '", "beams=4").out == f"Ann {found['text']}\n"
+    several = generating("prompt='Ann '", "beams=4", "num_samples=2", "no_repeat_ngram=2", "stop=[zz]").out
+    expected = beam_search(*load(workdir / "runs" / "small"), "Ann ", 8, beams=4, no_repeat_ngram=2, stop=["zz"])
+    assert several == f"--- 1 ---\nAnn {expected[0].text}\n\n--- 2 ---\nAnn {expected[1].text}\n"
 
 
 def test_a_draft_and_eight_bits(generating, command, workdir):
@@ -141,6 +144,7 @@ def test_ctrl_c_ends_with_what_was_made(generating, monkeypatch):
     (["overflow=slide", "max_new_tokens=null"], "overflow=slide has no end"), (["output=xml"], "output='xml'"),
     (["overflow=extend"], "model.position=rotary"), (["banned=[999]"], "id 999"), (["max_seconds=0"], "max_seconds=0"),
     (["beams=2", "top_k=5"], "beams=2 looks for the likeliest"), (["length_penalty=2"], "length_penalty=2"),
+    (["beams=2", "num_samples=3"], "num_samples=3 are more texts than beams=2"),
     (["beams=0"], "beams=0"), (["quantize=int4"], "quantize='int4'"), (["draft=gone"], "gone does not exist"),
     (["draft=runs/small", "beams=2"], "draft=runs/small cannot go with beams"), (["draft_tokens=0"], "draft_tokens=0"),
     (["forced={-1: 3}"], "forced: the number of a new token=-1"), (["forced={0: 999}"], "forced: id 999"),
