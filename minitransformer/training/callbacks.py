@@ -375,7 +375,7 @@ class Bar(pl.Callback):
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
             console=self.console,
-            refresh_per_second=2,
+            refresh_per_second=1,
         )
         self.task = self.bar.add_task("", total=trainer.max_steps, completed=trainer.global_step, line="")
         self.bar.start()
