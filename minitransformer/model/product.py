@@ -13,6 +13,7 @@ CAPABLE = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and torc
 ONEDNN = torch.ops.mkldnn._linear_pointwise if CAPABLE else None
 LEAST = 2**21  # multiplications that outweigh what a call of it costs more
 LEAST_PACKED = {"row": 2**21, "rows": 2**17}  # weights that it reads faster, for a single row and for several
+LEAST_SLICE = 2**15  # weights that are worth a thread
 
 if ONEDNN is not None:
     # torch's compiler takes oneDNN's operator for weights alone that never change, and this one for any.
@@ -32,7 +33,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        x = x[None].contiguous()[0]  # as three dimensions, since torch turns two by one thread
+        if not x.is_contiguous():
+            x = x[None].contiguous()[0]  # as three dimensions, since torch turns two by one thread
         if torch.compiler.is_compiling():
             return torch.ops.minitransformer.linear(x, weight, bias)
         return ONEDNN(x, weight, bias, "none", [], "")
@@ -97,7 +99,8 @@ class SlicedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        slices = math.gcd(linear.out_features, torch.get_num_threads())
+        threads = min(torch.get_num_threads(), max(1, linear.weight.numel() // LEAST_SLICE))
+        slices = math.gcd(linear.out_features, threads)
         weight = linear.weight.detach().unflatten(0, (slices, -1))
         self.weight = weight.transpose(1, 2).contiguous()  # (slices, d_in, d_out / slices)
         self.bias = None if linear.bias is None else linear.bias.detach().view(slices, 1, -1)
