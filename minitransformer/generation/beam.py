@@ -7,7 +7,7 @@ import torch
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.config import Sampling
 from minitransformer.generation.generate import Continuation, Row, fitting, prefill
-from minitransformer.generation.sampling import adjust
+from minitransformer.generation.sampling import adjust, refuse_nothing
 from minitransformer.model.transformer import Transformer
 
 DRAWING = {"temperature", "top_k", "top_p", "min_p"}  # settings of how tokens are drawn, which a search does not
@@ -75,6 +75,8 @@ def beam_search(
                     finished.append((rank(total, row), row))
             else:
                 grown.append((total, beam, row))
+        if not grown and not finished:
+            refuse_nothing(scores)
         finished = sorted(finished, key=lambda pair: -pair[0])[:beams]
         if not grown or (len(finished) == beams and rank(*grown[0][::2]) <= finished[-1][0]):
             grown = []

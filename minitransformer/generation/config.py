@@ -57,6 +57,11 @@ class Sampling:
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(penalties or self.no_repeat_ngram)
 
+    @property
+    def forbids(self) -> bool:
+        """May it leave nothing to choose from? To look makes a GPU wait."""
+        return bool(self.banned or self.logit_bias or self.no_repeat_ngram)
+
     def check(self, vocab_size: int) -> None:
         """Raise ValueError when the ids of a setting are outside the vocabulary."""
         for name, ids in (("logit_bias", self.logit_bias), ("banned", self.banned), ("forced", self.forced.values())):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.config import Sampling
-from minitransformer.generation.sampling import adjust, sample
+from minitransformer.generation.sampling import adjust, refuse_nothing, sample
 from minitransformer.model.cache import KVCache
 from minitransformer.model.transformer import Transformer
 
@@ -191,6 +191,8 @@ def generate_rows(
     while True:
         logits = model.logits(last)[:, : tokenizer.vocab_size]  # an embedding may be padded past the tokenizer
         adjusted = adjust(logits, sampling, [row.prompt_ids for row in rows], [row.tokens for row in rows])
+        if sampling.forbids:
+            refuse_nothing(adjusted[[not row.finish for row in rows]])
         uniform = torch.cat([torch.rand(1, generator=generator) for generator in generators]).to(logits.device)
         new = sample(adjusted, sampling, uniform)
         log_probs = -F.cross_entropy(logits.float(), new, reduction="none")

@@ -55,11 +55,7 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def adjust(logits: Tensor, config: Sampling, prompts: list[list[int]], made: list[list[int]]) -> Tensor:
-    """Penalties and bans: (B, V) -> (B, V) float32. prompts, made: the ids of each row before and since its start.
-
-    Raises:
-        ValueError: nothing is left to choose from in some row.
-    """
+    """Penalties and bans: (B, V) -> (B, V) float32. prompts, made: the ids of each row before and since its start."""
     logits = logits.float()
     if config.looks_back:
         counts = torch.zeros_like(logits)
@@ -85,11 +81,13 @@ def adjust(logits: Tensor, config: Sampling, prompts: list[list[int]], made: lis
         for row, ids in enumerate(made):
             if (only := config.forced.get(len(ids))) is not None:
                 logits[row, :only] = logits[row, only + 1 :] = float("-inf")
-    if (config.banned or config.logit_bias or config.no_repeat_ngram) and bool(
-        (logits.amax(-1) == float("-inf")).any()
-    ):  # looking at values makes a GPU wait
-        raise ValueError("no token is left to choose from; ban fewer of them")
     return logits
+
+
+def refuse_nothing(logits: Tensor) -> None:
+    """Raise ValueError where nothing is left to choose from in some row of (B, V)."""
+    if bool((logits.amax(-1) == float("-inf")).any()):
+        raise ValueError("no token is left to choose from; ban fewer of them")
 
 
 def narrow(logits: Tensor, config: Sampling) -> tuple[Tensor, Tensor | None]:

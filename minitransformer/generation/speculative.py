@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.config import Sampling
 from minitransformer.generation.generate import Row, fitting, prefill, start_rows
-from minitransformer.generation.sampling import adjust, distribution, draw
+from minitransformer.generation.sampling import adjust, distribution, draw, refuse_nothing
 from minitransformer.model.cache import KVCache
 from minitransformer.model.transformer import Transformer
 
@@ -78,7 +78,10 @@ def speculate(
             x = one.features(torch.tensor([fresh], device=device), cache=cache)[0][0, -n:]
             logits = one.logits(x)[:, : tokenizer.vocab_size].float()
             so_far = [made[: len(made) - i] for i in reversed(range(n))]
-            return logits, distribution(adjust(logits, sampling, [row.prompt_ids] * n, so_far), sampling).cpu()
+            adjusted = adjust(logits, sampling, [row.prompt_ids] * n, so_far)
+            if sampling.forbids:
+                refuse_nothing(adjusted)
+            return logits, distribution(adjusted, sampling).cpu()
 
         def drawn(probabilities: torch.Tensor, generator=generator) -> int:
             return int(draw(probabilities[None], torch.rand(1, generator=generator)))

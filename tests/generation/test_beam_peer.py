@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minitransformer import Tokenizer, beam_search, load
+from minitransformer import Tokenizer, beam_search, generate, load
 from minitransformer.convert.config import ConvertConfig
 from minitransformer.convert.run import run
 
@@ -97,3 +97,17 @@ def test_beams_end_at_stop_texts_and_at_the_clock(models):
     assert [f.tokens[0] for f in forced] == [B] * 3
     with pytest.raises(ValueError, match="beam_search draws no tokens: top_k cannot be set"):
         beam_search(model, TOKENIZER, "a", 5, top_k=3)
+
+
+def test_what_has_nothing_left_to_choose_does_not_stop_others(models):
+    """Each token comes once: after "abcdef" there are g and h alone, as the end is the start token too."""
+    model, _ = models
+    found = beam_search(model, TOKENIZER, "abcdef", 5, beams=4, no_repeat_ngram=1, stop=["gh"])
+    assert [f.tokens for f in found] == [TOKENIZER.encode("gh")]
+    with pytest.raises(ValueError, match="no token is left to choose from"):
+        beam_search(model, TOKENIZER, "abcdef", 5, beams=4, no_repeat_ngram=1)
+    first, second = generate(model, TOKENIZER, ["abcdefg", "h"], 4, no_repeat_ngram=1, stop=["h"], seed=0)
+    assert first == ""
+    assert len(second) == len(set(second)) == 4
+    with pytest.raises(ValueError, match="no token is left to choose from"):
+        generate(model, TOKENIZER, ["abcdefg", "h"], 4, no_repeat_ngram=1)
