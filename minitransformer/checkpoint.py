@@ -338,8 +338,12 @@ def _attention_path(run: Path, step: int) -> Path:
 def rewind(run: Path, step: int) -> None:
     """Cut off what was logged after `step`, half a line that a kill left included: the run goes on from there.
 
-    Later checkpoints are renamed, so that `resume=auto` does not go back to what was given up.
+    Later checkpoints are renamed, so that `resume=auto` does not go back to what was given up: before the logs are
+    cut, as a kill in between would leave a checkpoint that is later than they are.
     """
+    for path in checkpoints(run):
+        if path > checkpoint_path(run, step):
+            path.replace(f"{path}.later")
     step_of_file = {METRICS_FILE: _step_of_line, STARTS_FILE: _step_of_line, SAMPLES_FILE: _step_of_sample}
     for name, step_of in step_of_file.items():
         if not (run / name).exists():
@@ -354,9 +358,6 @@ def rewind(run: Path, step: int) -> None:
     for path in _attention(run):
         if path > _attention_path(run, step):
             path.unlink()
-    for path in checkpoints(run):
-        if path > checkpoint_path(run, step):
-            path.replace(f"{path}.later")
 
 
 def _step_of_line(line: bytes) -> float:

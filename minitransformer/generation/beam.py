@@ -84,8 +84,8 @@ def beam_search(
         grown += [(float("-inf"), *grown[0][1:])] * (beams - len(grown))  # a small vocabulary fills no beam
         totals = torch.tensor([total for total, _, _ in grown], device=last.device)
         open_rows = [row for _, _, row in grown]
-        why = "length" if time.monotonic() <= deadline else "time"
-        if why == "time":
+        late = time.monotonic() > deadline
+        if late:
             break
         if made < n_new:
             cache.reorder(torch.tensor([beam for _, beam, _ in grown], device=last.device))
@@ -93,6 +93,6 @@ def beam_search(
             last = model.features(new, cache=cache)[0][:, -1]
     for total, _, row in grown:
         if total > float("-inf"):
-            row.end(why)
+            row.end("time" if late else "length")
             finished.append((rank(total, row), row))
     return [row.result() for _, row in sorted(finished, key=lambda pair: -pair[0])[:beams]]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.utils.flop_counter import register_flop_formula
 
 # oneDNN, which torch takes for lower precisions and compiled models alone; MKL is half as fast in fp32 on AMD's CPUs.
@@ -15,12 +15,16 @@ LEAST = 2**21  # multiplications that outweigh what a call of it costs more
 LEAST_PACKED = {"row": 2**21, "rows": 2**17}  # weights that it reads faster, for a single row and for several
 LEAST_SLICE = 2**15  # weights that are worth a thread
 
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return ONEDNN(x, weight, bias, "none", [], "")
+
+
 if ONEDNN is not None:
     # torch's compiler takes oneDNN's operator for weights alone that never change, and this one for any.
-    LIBRARY = torch.library.Library("minitransformer", "DEF")
-    LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-    LIBRARY.impl("linear", lambda x, weight, bias: ONEDNN(x, weight, bias, "none", [], ""), "CPU")
-    LIBRARY.impl("linear", lambda x, weight, _: x.new_empty(*x.shape[:-1], weight.shape[0]), "Meta")
+    library.define("minitransformer::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+    library.impl("minitransformer::linear", "CPU", _onednn)
+    library.register_fake("minitransformer::linear", lambda x, weight, _: x.new_empty(*x.shape[:-1], weight.shape[0]))
 
     @register_flop_formula([ONEDNN, torch.ops.minitransformer.linear])
     def _flops(x_shape, weight_shape, *_, out_shape=None, **__) -> int:
@@ -37,7 +41,7 @@ class _Product(torch.autograd.Function):
             x = x[None].contiguous()[0]  # as three dimensions, since torch turns two by one thread
         if torch.compiler.is_compiling():
             return torch.ops.minitransformer.linear(x, weight, bias)
-        return ONEDNN(x, weight, bias, "none", [], "")
+        return _onednn(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,7 +92,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_in) -> (..., d_out)."""
-        return ONEDNN(x, self.weight, self.bias, "none", [], "")
+        return _onednn(x, self.weight, self.bias)
 
 
 class SlicedLinear(nn.Module):

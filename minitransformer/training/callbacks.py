@@ -192,8 +192,7 @@ class Checkpointer(pl.Callback):
         self.saved_step = step
 
     def _save_model(self, name: str, module: LanguageModel, state: dict[str, torch.Tensor]) -> None:
-        weights = module.plain_weights({key.removeprefix("model."): tensor for key, tensor in state.items()})
-        save_model(self.run / name, module.model.config, weights, module.tokenizer)
+        save_model(self.run / name, module.model.config, module.plain_weights(state), module.tokenizer)
 
     def on_validation_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         if alone(trainer):
@@ -256,7 +255,7 @@ class Sampler(pl.Callback):
             state = trainer.strategy.lightning_module_state_dict()
             if trainer.is_global_zero:
                 model = Transformer(model.config).to(module.device).eval()
-                model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+                model.load_state_dict(module.plain_weights(state))
         if not trainer.is_global_zero:
             return
         text, png = self.sample(model, module.tokenizer, step), self.picture(model)

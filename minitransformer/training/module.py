@@ -254,7 +254,9 @@ class LanguageModel(pl.LightningModule):
     # Checkpoints -----------------------------------------------------------------------------------------------
 
     def plain_weights(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a model without adapters, which are merged; `state` has what differs from those of now."""
+        """The weights of a model without adapters, which are merged; `state`, with this module's names, has those that
+        differ from the ones of now."""
+        state = {name.removeprefix("model."): tensor for name, tensor in state.items()}
         return merged(self.model.state_dict() | state, self.config.lora)
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:

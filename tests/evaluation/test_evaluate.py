@@ -1,5 +1,6 @@
 """`python -m minitransformer.evaluate` as a user types it."""
 
+import errno
 import json
 import os
 import subprocess
@@ -70,6 +71,20 @@ def test_loss_by_position(command, trained, workdir):
     assert len(found["loss_by_position"]) == 128
     assert sum(found["loss_by_position"][:4]) / 4 == pytest.approx(float(rows[1][1]), abs=1e-4)
     assert (found["max_seq_len"], found["scaling"]) == (32, "linear")
+
+
+def test_a_picture_for_which_no_room_is_left(command, trained, workdir, monkeypatch):
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (workdir / "losses.png").write_bytes(b"the one before")
+    monkeypatch.setattr(os, "fsync", full)
+    words = ["evaluate", "data=text", "data.files=[book.txt]", "by_position=true", "length=2x", "plot=losses.png"]
+    result = command(*words)
+    assert result.code == 1
+    assert result.err.splitlines()[-1] == "error: no space left on the disk for losses.png; it was not written"
+    assert (workdir / "losses.png").read_bytes() == b"the one before"
+    assert not list(workdir.glob(".losses.png*"))
 
 
 def test_eight_bits_are_a_little_less_exact(command, trained, workdir):

@@ -100,26 +100,11 @@ def test_whoever_starts_the_ranks(workdir):
 
 def test_slurm_asks_a_job_to_stop(workdir):
     """Lightning would save it in runs/, where every later run would find it and go on from there."""
-    process = start(
-        "name=night",
-        "trainer=slurm",
-        "trainer.devices=1",
-        "trainer.max_steps=100000",
-        "trainer.val_every=100000",
-        **slurm(0, 1),
-    )
+    alone, long = ["trainer=slurm", "trainer.devices=1"], ["trainer.max_steps=100000", "trainer.val_every=100000"]
+    process = start(*alone, *long, "name=night", **slurm(0, 1))
     stop_when_it_saves(process, workdir / "runs" / "night" / "checkpoints", signal.SIGUSR1)
     assert sorted(path.name for path in (workdir / "runs").iterdir()) == ["latest", "night"]
-    out = finished(
-        start(
-            "name=next",
-            "trainer=slurm",
-            "trainer.devices=1",
-            "trainer.max_steps=3",
-            "trainer.val_every=3",
-            **slurm(0, 1),
-        )
-    )
+    out = finished(start(*alone, "trainer.max_steps=3", "trainer.val_every=3", "name=next", **slurm(0, 1)))
     assert [step for step, _ in metrics(workdir / "runs" / "next")["val/loss"]] == [3], out
     tasks = {name: value for name, value in slurm(0).items() if name != "SLURM_NTASKS_PER_NODE"}
     out = finished(start("trainer=slurm", **tasks), 1)

@@ -500,6 +500,20 @@ def test_one_checkpoint_can_be_resumed(train):
     same(end, weights(run))
 
 
+def test_a_kill_on_the_way_back_to_one_checkpoint(train, monkeypatch):
+    """`resume=auto` never finds a checkpoint that is later than what the logs hold."""
+    settings = ["callbacks.keep_checkpoints=9"]
+    run = train("mine", *settings)
+    whole, end = metrics(run), weights(run)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed here"):
+        real = os.truncate
+        patch.setattr(os, "truncate", lambda *a: (real(*a), (_ for _ in ()).throw(RuntimeError("killed here")))[0])
+        train("mine", *settings, f"resume={checkpoints(run)[0]}")
+    train("mine", *settings, "resume=auto")
+    assert metrics(run) == whole
+    same(end, weights(run))
+
+
 @pytest.fixture(scope="module")
 def plain_losses():
     return {}
