@@ -15,11 +15,12 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from minitransformer.checkpoint import read_model
-from minitransformer.data.config import BPEConfig, FilesConfig, PretrainedConfig, StdlibConfig
+from minitransformer.data.config import BPEConfig, ByteConfig, FilesConfig, PretrainedConfig, StdlibConfig
 from minitransformer.data.documents import file_documents, stdlib_documents
 from minitransformer.data.files import COMPRESSED, TABLES, expand, kind
 from minitransformer.data.tokenizer import Tokenizer
-from minitransformer.model.config import ModelConfig, choose
+from minitransformer.model.checks import choose
+from minitransformer.model.config import ModelConfig
 from minitransformer.model.cost import (
     TrainingMemory,
     adapter_parameters,
@@ -29,7 +30,7 @@ from minitransformer.model.cost import (
     parameters_by_part,
     training_memory,
 )
-from minitransformer.training.config import ExplainConfig, MuonConfig, inherit
+from minitransformer.training.config import ExplainConfig, inherit
 from minitransformer.words import duration, short
 
 OPTIMAL = 20  # tokens a parameter for the least loss at given operations (Hoffmann et al. 2022)
@@ -162,7 +163,7 @@ def vocabulary(config: ExplainConfig) -> tuple[int, str]:
             if not isinstance(name, str):
                 raise ValueError(f"tokenizer.name={tokenizer.name} is not on this machine; set model.vocab_size")
         return Tokenizer.pretrained(name).vocab_size, f"tokenizer.name={tokenizer.name}"
-    if tokenizer.kind == "byte":
+    if isinstance(tokenizer, ByteConfig):
         return 257, "tokenizer=byte"
     characters, seen = set(), 0
     for text in texts(config):
@@ -250,7 +251,7 @@ def memory_of(
     return training_memory(
         model,
         rows_at_once(config, accumulate),
-        "muon" if isinstance(config.optimizer, MuonConfig) else "adamw",
+        config.optimizer.kind,
         checkpointing or settings.gradient_checkpointing,
         settings.checkpoint_blocks,
         precision,

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,7 +14,8 @@ from omegaconf import OmegaConf
 
 from minitransformer import Tokenizer
 from minitransformer.checkpoint import checkpoints
-from minitransformer.cli import config_dir, options, quoted
+from minitransformer.cli import compose, config_dir, options, quoted
+from minitransformer.training.config import GROUPS
 from tests.conftest import ROOT, SMALL, sentences
 
 TEXT = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300"]
@@ -163,10 +165,32 @@ def test_help_and_config(command, name):
     assert ("max_steps:" if name == "train" else "temperature:") in result.out
 
 
-GROUPS = ["model", "tokenizer", "optimizer", "schedule", "logger", "debug"]
+CHOICES = [f"{group}={name}" for group in GROUPS for name in options(group) if group != "data"]
 
 
-@pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in options(group)])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_choice_keeps_its_name_and_takes_no_other(command, choice):
+    group, name = choice.split("=")
+    needs = ["tokenizer.name=gpt2"] if choice == "tokenizer=pretrained" else []
+    config = OmegaConf.to_object(compose("train", [choice, *needs]))
+    assert getattr(config, group).kind == asdict(config)[group]["kind"] == name
+    other = next(n for n in options(group) if n != name)
+    refused(command("train", choice, *needs, f"{group}.kind={other}"), f"{group}.kind={other}", f"{group}={other} inst")
+    refused(command("train", f"~{group}"), f"{group} is not chosen")
+
+
+def test_schedules_are_told_apart_by_the_config_alone(command, workdir):
+    choices = [name for name in options("schedule") if name != "range"]
+    small = [*TEXT, *SMALL, "trainer.max_steps=1", "trainer.val_every=1", "callbacks.sample_every=0"]
+    for name in choices:
+        assert command("train", *small, f"schedule={name}", f"name={name}").code == 0
+    assert [OmegaConf.load(f"runs/{name}/config.yaml").schedule.kind for name in choices] == choices
+
+
+COMPOSED = ["model", "tokenizer", "optimizer", "schedule", "logger", "debug"]
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group in COMPOSED for name in options(group)])
 def test_every_choice_trains(command, workdir, choice):
     """With its own settings, made small where they make the model large."""
     small = [s for s in SMALL if not s.startswith("logger=")] + ["trainer.max_steps=2"]

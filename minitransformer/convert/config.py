@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from minitransformer.training.config import positive
+from minitransformer.model.checks import positive
 
 
 @dataclass

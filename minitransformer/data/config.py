@@ -4,7 +4,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from minitransformer.model.config import at_least, choose
+from minitransformer.model.checks import Choice, at_least, choose
 
 SPLITS = ("auto", "hash", "tail")
 PACKINGS = ("best_fit", "sequential", "concat", "pad")
@@ -12,7 +12,7 @@ DOCUMENTS = ("file", "line", "blank_line")
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Choice):
     """What every source of documents shares.
 
     batch_size: rows in one optimizer step, over all micro-batches.
@@ -31,6 +31,7 @@ class DataConfig:
     sample_prompt: what samples continue unless callbacks.sample_prompt says it (None: the start of held-out text).
     """
 
+    group = "data"
     sample_prompt: ClassVar[str | None] = None
 
     batch_size: int = 8
@@ -44,6 +45,7 @@ class DataConfig:
     allow_changed: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("data.batch_size", self.batch_size, 1)
         at_least("data.workers", self.workers, 0)
         if self.row_length is not None:
@@ -62,6 +64,8 @@ class StdlibConfig(DataConfig):
 
     sample_prompt: ClassVar[str | None] = "def"
 
+    kind: str = "stdlib"
+
 
 @dataclass
 class FilesConfig(DataConfig):
@@ -75,6 +79,7 @@ class FilesConfig(DataConfig):
     prefix_field: one with what comes before the text, such as a question: it is read, and no loss is taken on it.
     """
 
+    kind: str = "text"
     files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
     documents: str = "file"
@@ -104,6 +109,7 @@ class HubConfig(DataConfig):
     buffer: documents that are shuffled and packed together when streaming.
     """
 
+    kind: str = "hub"
     name: str = ""
     config: str | None = None
     train_split: str = "train"
@@ -129,22 +135,36 @@ class HubConfig(DataConfig):
 
 
 @dataclass
-class TokenizerConfig:
-    """kind: bpe (byte-level, trained on the training documents) | byte | char | pretrained."""
+class TokenizerConfig(Choice):
+    """What every tokenizer shares: nothing but its kind."""
 
-    kind: str = "bpe"
+    group = "tokenizer"
 
-    def __post_init__(self) -> None:
-        choose("tokenizer.kind", self.kind, ("bpe", "byte", "char", "pretrained"))
+
+@dataclass
+class ByteConfig(TokenizerConfig):
+    """One id a byte of UTF-8."""
+
+    kind: str = "byte"
+
+
+@dataclass
+class CharConfig(TokenizerConfig):
+    """One id a character of the corpus."""
+
+    kind: str = "char"
 
 
 @dataclass
 class BPEConfig(TokenizerConfig):
-    """vocab_size: ids at most; a small corpus may fill fewer, and the model takes the real number.
+    """Byte-level BPE, trained on the training documents.
+
+    vocab_size: ids at most; a small corpus may fill fewer, and the model takes the real number.
 
     sample_bytes: text that it is trained on at most, from the start of the corpus.
     """
 
+    kind: str = "bpe"
     vocab_size: int = 2048
     sample_bytes: int = 200_000_000
 

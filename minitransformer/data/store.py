@@ -16,7 +16,7 @@ from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from minitransformer.data.config import BPEConfig, DataConfig, PretrainedConfig, TokenizerConfig
+from minitransformer.data.config import ByteConfig, CharConfig, DataConfig, PretrainedConfig, TokenizerConfig
 from minitransformer.data.documents import Corpus, Document
 from minitransformer.data.packing import Documents
 from minitransformer.data.tokenizer import Tokenizer, cut
@@ -202,10 +202,10 @@ def make_tokenizer(config: TokenizerConfig | Tokenizer, corpus: Corpus, survey: 
         return config
     if isinstance(config, PretrainedConfig):
         return Tokenizer.pretrained(config.name)
-    if config.kind == "byte":
+    if isinstance(config, ByteConfig):
         return Tokenizer.bytes()
     documents = (document for document in corpus.read() if not document.blank)
-    if not isinstance(config, BPEConfig):
+    if isinstance(config, CharConfig):
         return Tokenizer.train_characters(p for document in documents for p in chain((document.prefix,), document.text))
     total = min(survey.n_bytes, config.sample_bytes)
     task = bar.add_task("training the tokenizer", total=total)

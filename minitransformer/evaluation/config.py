@@ -6,7 +6,8 @@ from typing import Any
 
 from minitransformer.data.config import DataConfig
 from minitransformer.generation.config import OUTPUTS
-from minitransformer.model.config import SCALINGS, at_least, choose
+from minitransformer.model.checks import at_least, choose
+from minitransformer.model.config import SCALINGS
 
 # Settings of the data that only say how to train on it.
 OF_TRAINING = ("batch_size", "packing", "split", "workers", "limit_rows", "allow_changed", "val_files", "val_split")

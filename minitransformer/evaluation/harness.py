@@ -23,7 +23,7 @@ from minitransformer.device import choose_device
 from minitransformer.evaluation.scoring import score_rows
 from minitransformer.generation.config import Sampling
 from minitransformer.generation.generate import generate_all
-from minitransformer.model.config import choose
+from minitransformer.model.checks import choose
 
 
 @register_model("minitransformer")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -121,9 +121,11 @@ def data_of_run(path: Path) -> DataConfig:
         raise ValueError(f"{path} has no config.yaml that says what it held out; choose data=text data.files=[...]")
     values = OmegaConf.to_container(OmegaConf.load(file))
     data = values.get("data") if isinstance(values, dict) else None
-    for kind in (HubConfig, FilesConfig, StdlibConfig):
-        if isinstance(data, dict) and {field.name for field in fields(kind)} == set(data):
-            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), data))  # its types are checked
+    if isinstance(data, dict):
+        older = "text" if "files" in data else "hub" if "name" in data else "stdlib"  # which wrote no kind
+        for choice in (HubConfig, FilesConfig, StdlibConfig):
+            if choice.kind == data.get("kind", older):
+                return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(choice), data))  # its types are checked
     raise ValueError(f"{file} does not say what the data of the run were; choose data=text data.files=[...]")
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from minitransformer.model.config import at_least, choose
+from minitransformer.model.checks import at_least, choose
 
 OVERFLOWS = ("error", "slide", "extend")
 OUTPUTS = ("text", "json")

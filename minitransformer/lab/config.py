@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from minitransformer.model.config import at_least
+from minitransformer.model.checks import at_least
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from minitransformer.model.checks import at_least, choose, fraction
+
 POSITIONS = ("none", "sinusoidal", "learned", "rotary", "alibi", "t5", "shaw", "transformer_xl")
 BIASED_POSITIONS = ("alibi", "t5", "shaw", "transformer_xl")
 SCALINGS = ("none", "linear", "ntk", "yarn", "llama3")
@@ -13,24 +15,6 @@ INITS = ("zero_residual", "gpt2", "xavier", "d_model")
 KINDS = ("softmax", "elu", "performer")
 PATTERNS = ("full", "window", "bigbird", "strided", "fixed")
 KERNELS = ("auto", "reference", "sdpa", "flex")
-
-
-def choose(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError when `value` is not one of `allowed`, naming the field and what would work."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(allowed)}")
-
-
-def at_least(name: str, value: float, least: float) -> None:
-    """Raise ValueError when `value` is below `least` (or NaN), naming the field and both numbers."""
-    if not value >= least:
-        raise ValueError(f"{name}={value} is too small; it must be at least {least}")
-
-
-def fraction(name: str, value: float) -> None:
-    """Raise ValueError when `value` is outside [0, 1), naming the field."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}={value} is out of range; it must be at least 0 and below 1")
 
 
 @dataclass

@@ -248,7 +248,7 @@ def memory_of(record: Record, config: ModelConfig) -> tuple[int, TrainingMemory]
     return rows, training_memory(
         config,
         rows,
-        "muon" if "optimizer.ns_steps" in record.settings else "adamw",
+        of("optimizer", "muon"),
         of("trainer.gradient_checkpointing", "none"),
         of("trainer.checkpoint_blocks", 1),
         precision[1].replace("32-true", "32") if precision else "32",
@@ -280,7 +280,7 @@ def compared(records: list[Record]) -> dict[str, Any]:
             for i, (name, record) in enumerate(zip(names, records, strict=True))
         ]
         charts.append(chart(title, lines, "tokens", log))
-    settings = [record.kinds | record.settings for record in records]
+    settings = [record.settings for record in records]
     every = dict.fromkeys(name for one in settings for name in one)
     values = {name: [plain(one.get(name, MISSING)) for one in settings] for name in every}
     return {

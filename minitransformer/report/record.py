@@ -13,14 +13,18 @@ from yaml import YAMLError
 
 from minitransformer.checkpoint import METRICS_FILE, CheckpointError, read_metrics, read_samples, read_starts
 from minitransformer.cli import SCHEMAS, compose
-from minitransformer.training.config import choice
+from minitransformer.model.checks import Choice
+from minitransformer.training.config import GROUPS
 
 OWN = ("name", "resume", "runs_dir")  # settings that say nothing about the result
 
 
 @dataclass
 class Record:
-    """metrics: one dict for each logged step, in order. settings: dotted names and values. starts: see `add_start`."""
+    """metrics: one dict for each logged step, in order. starts: see `add_start`.
+
+    settings: dotted names and values; a group's choice stands under the group's name: {"optimizer": "muon", ...}.
+    """
 
     path: Path
     settings: dict[str, Any]
@@ -40,6 +44,8 @@ class Record:
             settings = flat(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")))
         except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
             raise CheckpointError(f"{run / 'config.yaml'} cannot be read: {str(error).splitlines()[0]}") from None
+        starts = read_starts(run)
+        settings = chosen(settings, starts) | settings
         moments: dict[int, dict[str, float]] = {}  # training and validation log the same step apart
         for line in read_metrics(run):
             moments.setdefault(line["step"], {}).update({k: v for k, v in line.items() if v is not None})
@@ -48,7 +54,7 @@ class Record:
                 f"{run / METRICS_FILE} holds no metrics: the run stopped before its first log, or is of a version that "
                 "kept none; resume it to get some"
             )
-        return cls(run, settings, [moments[step] for step in sorted(moments)], read_samples(run), read_starts(run))
+        return cls(run, settings, [moments[step] for step in sorted(moments)], read_samples(run), starts)
 
     @property
     def name(self) -> str:
@@ -87,26 +93,19 @@ class Record:
         """On what it was last started, as `training.run.summary` says it: 2 x cuda (...), precision bf16-mixed."""
         return str(self.starts[-1].get("device", "")) if self.starts else ""
 
-    @property
-    def kinds(self) -> dict[str, str]:
-        """What was chosen for the groups whose choices are classes: {"optimizer": "muon", ...}."""
-        return self.starts[0].get("kinds", {}) if self.starts else {}
-
     @cached_property
     def changed(self) -> list[tuple[str, Any, Any]]:
         """(setting, value, default) where `python train.py` alone has another value.
 
-        Where it has another kind, such as another optimizer, that is named, and the defaults are those of the kind.
+        Where another choice was made, such as another optimizer, it is named, and the defaults are its own.
         """
-        default = compose("train")
-        known = flat(OmegaConf.to_container(default, resolve=True))
-        schemas = {choice(schema): schema for schema in SCHEMAS.values()}
+        known = flat(OmegaConf.to_container(compose("train"), resolve=True))
+        known = chosen(known, []) | known
+        choices = {(schema.group, schema.kind): schema for schema in SCHEMAS.values() if issubclass(schema, Choice)}
+        for group in GROUPS:
+            if (choice := choices.get((group, self.settings.get(group)))) and choice.kind != known[group]:
+                known |= {f"{group}.{f.name}": default_of(f) for f in fields(choice) if f.name != "kind"}
         found = []
-        for group, kind in self.kinds.items():
-            usual = choice(OmegaConf.get_type(default[group]))
-            if kind != usual:
-                found.append((group, kind, usual))
-                known |= {f"{group}.{f.name}": default_of(f) for f in fields(schemas[kind])}
         for name, value in self.settings.items():
             if name not in OWN and not name.startswith("logger") and value != known.get(name, MISSING):
                 found.append((name, value, known.get(name, MISSING)))
@@ -133,6 +132,18 @@ def read_all(paths: list[Path]) -> list[Record]:
     if not found:
         raise CheckpointError(f"no run with metrics in {', '.join(map(str, paths))}")
     return list(found.values())
+
+
+# What older runs wrote of a choice, beside their config.
+OLDER = {"files": "text", "inversesqrt": "inverse_sqrt"}
+
+
+def chosen(settings: dict[str, Any], starts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Take the `kind` of each group out of the settings: {"optimizer": "muon", ...}."""
+    kinds = {group: settings.pop(f"{group}.kind", None) for group in GROUPS}
+    older = starts[0].get("kinds", {}) if starts else {}
+    kinds = {group: kind or OLDER.get(older.get(group), older.get(group)) for group, kind in kinds.items()}
+    return {group: kind for group, kind in kinds.items() if kind is not None}
 
 
 def default_of(setting: Field) -> Any:

@@ -7,15 +7,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from minitransformer.data.config import DataConfig, PretrainedConfig, TokenizerConfig
+from minitransformer.data.config import PretrainedConfig
 from minitransformer.generation.config import OUTPUTS
-from minitransformer.model.config import ModelConfig, at_least, choose, fraction
-
-
-def positive(name: str, value: float) -> None:
-    """Raise ValueError when `value` is not a finite number above 0, naming the field."""
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name}={value} must be a finite number above 0")
+from minitransformer.model.checks import Choice, at_least, choose, fraction, positive
+from minitransformer.model.config import ModelConfig
 
 
 @dataclass
@@ -39,13 +34,16 @@ class GroupConfig:
 
 
 @dataclass
-class AdamWConfig:
+class AdamWConfig(Choice):
     """AdamW for every parameter (Loshchilov and Hutter 2019).
 
     lr: peak learning rate. betas, eps: of the moments. weight_decay: on matrices only, decoupled.
     groups: exceptions by name; the first that matches a parameter holds.
     """
 
+    group = "optimizer"
+
+    kind: str = "adamw"
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -53,6 +51,7 @@ class AdamWConfig:
     groups: list[GroupConfig] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive("optimizer.lr", self.lr)
         if len(self.betas) != 2:
             raise ValueError(f"optimizer.betas={list(self.betas)} must be two numbers")
@@ -70,6 +69,7 @@ class MuonConfig(AdamWConfig):
     rest. momentum: of Muon, Nesterov's. ns_steps: Newton-Schulz rounds in each orthogonalisation.
     """
 
+    kind: str = "muon"
     lr: float = 0.014
     embedding_lr: float = 0.1
     adamw_lr: float = 0.01
@@ -86,18 +86,23 @@ class MuonConfig(AdamWConfig):
 
 
 @dataclass
-class ScheduleConfig:
+class ScheduleConfig(Choice):
     """warmup_steps: steps to rise to the peak rate."""
+
+    group = "schedule"
 
     warmup_steps: int = 10
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("schedule.warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass
 class ConstantConfig(ScheduleConfig):
     """Warm-up, then the peak rate to the end."""
+
+    kind: str = "constant"
 
 
 @dataclass
@@ -107,6 +112,7 @@ class RangeConfig(ScheduleConfig):
     At the end the rate of the steepest fall of the loss is printed.
     """
 
+    kind: str = "range"
     warmup_steps: int = 0
     first_ratio: float = 1e-4
 
@@ -134,16 +140,21 @@ class DecayConfig(ScheduleConfig):
 class LinearConfig(DecayConfig):
     """Warm-up, then down in a straight line to the end."""
 
+    kind: str = "linear"
+
 
 @dataclass
 class InverseSqrtConfig(DecayConfig):
     """Warm-up, then 1 / sqrt(step), which knows no end (Vaswani et al. 2017, 5.3). min_ratio: never below it."""
+
+    kind: str = "inverse_sqrt"
 
 
 @dataclass
 class WSDConfig(DecayConfig):
     """Warm-up, stable, linear decay (Hu et al. 2024, MiniCPM). decay_fraction: the part of all steps that decays."""
 
+    kind: str = "wsd"
     decay_fraction: float = 0.5
 
     def __post_init__(self) -> None:
@@ -155,6 +166,8 @@ class WSDConfig(DecayConfig):
 @dataclass
 class CosineConfig(DecayConfig):
     """Warm-up, then half a cosine to the end (Loshchilov and Hutter 2017)."""
+
+    kind: str = "cosine"
 
 
 @dataclass
@@ -238,8 +251,12 @@ class TrainerConfig:
 
 
 @dataclass
-class LoggerConfig:
+class LoggerConfig(Choice):
     """Metrics in `RUN/metrics.jsonl` alone (`logger=none`), and the base of the others, which add to it."""
+
+    group = "logger"
+
+    kind: str = "none"
 
 
 WANDB_MODES = ("online", "offline", "disabled")
@@ -253,6 +270,7 @@ class WandbConfig(LoggerConfig):
     log_model: upload the model at the end, as an artifact with the aliases latest and best.
     """
 
+    kind: str = "wandb"
     project: str = "minitransformer"
     entity: str | None = None
     mode: str = "auto"
@@ -260,6 +278,7 @@ class WandbConfig(LoggerConfig):
     log_model: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choose("logger.mode", self.mode, ("auto", *WANDB_MODES))
 
 
@@ -320,14 +339,12 @@ class LoRAConfig:
         return self.alpha / self.rank
 
 
-def choice(kind: type) -> str:
-    """The word for a class of settings: FilesConfig -> files."""
-    return kind.__name__.removesuffix("Config").lower()
-
-
 def time_name() -> str:
     """The name of a run that was given none."""
     return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+GROUPS = ("data", "tokenizer", "optimizer", "schedule", "logger")  # whose choices have settings of their own
 
 
 @dataclass
@@ -347,19 +364,19 @@ class TrainConfig:
     resume: str | None = None
     init_from: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: Any = field(default_factory=DataConfig)
-    tokenizer: Any = field(default_factory=TokenizerConfig)
-    optimizer: Any = field(default_factory=AdamWConfig)
-    schedule: Any = field(default_factory=ScheduleConfig)
+    data: Any = None
+    tokenizer: Any = None
+    optimizer: Any = None
+    schedule: Any = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    logger: Any = field(default_factory=LoggerConfig)
+    logger: Any = None
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
-        for name, base in (("data", DataConfig), ("schedule", ScheduleConfig)):
-            if type(getattr(self, name)) is base:
+        for name in GROUPS:
+            if getattr(self, name) is None:
                 raise ValueError(f"{name} is not chosen; see --help for the choices")
         if self.trainer.accumulate > self.data.batch_size:
             raise ValueError(

@@ -32,7 +32,7 @@ from minitransformer.checkpoint import (
     read_samples,
     same_weights,
 )
-from minitransformer.model.config import choose
+from minitransformer.model.checks import choose
 from minitransformer.training.config import WANDB_MODES, TrainConfig, WandbConfig
 
 FINISH_SECONDS = 300  # to wait for the last uploads

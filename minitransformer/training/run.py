@@ -65,13 +65,12 @@ from minitransformer.training.callbacks import (
     RunDirectory,
     Sampler,
 )
-from minitransformer.training.config import LoRAConfig, MuonConfig, RangeConfig, TrainConfig, choice, inherit, time_name
+from minitransformer.training.config import LoRAConfig, RangeConfig, TrainConfig, inherit, time_name
 from minitransformer.training.logging import RunLogger, make_loggers
 from minitransformer.training.lora import add_adapters, fingerprint
 from minitransformer.training.module import LanguageModel
 
 REPORTED_TOKENS = 1024  # of held-out text, kept for the report
-KINDS = ("data", "tokenizer", "optimizer", "schedule")  # groups whose choices are classes
 
 
 def train(
@@ -158,8 +157,7 @@ def train(
         about = {"code": code_version(), "fingerprints": data.fingerprints, "parameters": parameter_count(model_config)}
         loggers, line = make_loggers(config, run, about, console)
         facts = summary(console, config, run, model, data, device, precision, line)
-        kinds = {name: choice(type(getattr(config, name))) for name in KINDS}
-        start = {"command": command, "max_steps": config.trainer.max_steps, "kinds": kinds}
+        start = {"command": command, "max_steps": config.trainer.max_steps}
         add_start(run, step, start | about | facts)
         return loggers
 
@@ -354,10 +352,7 @@ def summary(console, config, run, model, data, device, precision, logging_line) 
     train, held_out = data.train, data.validation
     steps, batch = config.trainer.max_steps, config.data.batch_size
     per_step = batch * data.row_length * data.efficiency
-    kind = choice(type(config.data))
-    optimizer = f"adamw lr {config.optimizer.lr:g}"
-    if isinstance(config.optimizer, MuonConfig):
-        optimizer = f"muon lr {config.optimizer.lr:g}"
+    optimizer = f"{config.optimizer.kind} lr {config.optimizer.lr:g}"
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     ranks = f"{config.trainer.ranks} x " if config.trainer.ranks > 1 else ""
     left_out = [(data.skipped, "blank ones skipped"), (data.boms, "byte-order marks dropped")]
@@ -374,7 +369,7 @@ def summary(console, config, run, model, data, device, precision, logging_line) 
         "run": str(run),
         "model": f"{parameter_count(model_config):,} parameters: {model_config.n_layers} layers, "
         f"d_model {model_config.d_model}, {model_config.n_heads} heads, {model_config.position} positions{source}",
-        "data": f"{kind}: {len(train.documents):,} documents, {train.n_bytes:,} bytes{at_first}{left_out}; "
+        "data": f"{config.data.kind}: {len(train.documents):,} documents, {train.n_bytes:,} bytes{at_first}{left_out}; "
         f"{len(held_out.documents):,} documents, {held_out.n_bytes:,} bytes held out",
         "tokens": f"{train.n_tokens:,} of {config.tokenizer.kind} with a vocabulary of {data.tokenizer.vocab_size:,}, "
         f"{train.n_bytes / train.n_tokens:.2f} bytes each",

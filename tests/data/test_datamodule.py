@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from minitransformer.data.config import BPEConfig, FilesConfig, HubConfig, TokenizerConfig
+from minitransformer.data.config import BPEConfig, ByteConfig, CharConfig, FilesConfig, HubConfig
 from minitransformer.data.datamodule import TextData
 from minitransformer.data.documents import Document
 from minitransformer.data.streaming import StreamingSteps
@@ -30,7 +30,7 @@ def data(workdir):
 def test_too_little_text_names_both_numbers(data, workdir):
     (workdir / "book.txt").write_text("too short\n" * 4)
     with pytest.raises(ValueError, match=r"has 37 tokens.*max_seq_len=64 and a target need 65"):
-        data(TokenizerConfig("byte"), row_length=64)
+        data(ByteConfig(), row_length=64)
 
 
 def test_resuming_on_other_data_is_refused_unless_allowed(data, workdir):
@@ -75,7 +75,7 @@ def test_a_resumed_run_may_have_another_number_of_ranks(data):
 
 
 def test_held_out_text_is_whole_characters(data):
-    made = data(TokenizerConfig("byte"))
+    made = data(ByteConfig())
     text = "".join(d for d in made.held_out_text(1000))
     for n in range(1, 60):
         assert text.startswith(made.held_out_text(n))
@@ -87,7 +87,7 @@ def test_held_out_documents_come_with_their_prefixes_up_to_a_number_of_tokens(wo
     for name, some in (("train", documents[:40]), ("val", documents[40:])):
         (workdir / f"{name}.jsonl").write_text("\n".join(map(json.dumps, some)))
     config = FilesConfig(files=["train.jsonl"], val_files=["val.jsonl"], prefix_field="q", cache_dir="cache")
-    made = TextData(config, TokenizerConfig("byte"), 16, seed=0)
+    made = TextData(config, ByteConfig(), 16, seed=0)
     made.prepare(QUIET)
     whole = [(document["q"], document["text"]) for document in documents[40:]]
     assert made.held_out(10_000) == whole
@@ -123,7 +123,7 @@ def stream(workdir, monkeypatch):
 
     def make(tokenizer=None, **settings):
         config = HubConfig(**dict(name="set", streaming=True, buffer=30, cache_dir="cache", batch_size=3) | settings)
-        made = TextData(config, tokenizer or TokenizerConfig("byte"), 24, seed=0)
+        made = TextData(config, tokenizer or ByteConfig(), 24, seed=0)
         made.prepare(QUIET)
         return made
 
@@ -193,7 +193,7 @@ def test_a_stream_is_loaded_and_remembered(workers, stream):
 def test_a_stream_without_text_and_settings_that_do_not_fit_are_named(stream, workdir):
     made = stream()
     with pytest.raises(ValueError, match="tokenizer=char needs all characters"):
-        stream(TokenizerConfig("char"))
+        stream(CharConfig())
     made.limit = 1.0
     with pytest.raises(ValueError, match=r"set \(train\) holds no text to train on"):
         taken(steps_of(made), 1)

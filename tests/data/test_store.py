@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from minitransformer.data import store
-from minitransformer.data.config import BPEConfig, FilesConfig, PretrainedConfig, TokenizerConfig
+from minitransformer.data.config import BPEConfig, ByteConfig, CharConfig, FilesConfig, PretrainedConfig
 from minitransformer.data.documents import load_corpus
 from minitransformer.data.store import open_store
 from tests.conftest import sentences
@@ -28,7 +28,7 @@ def texts_of(made, split) -> list[str]:
     return [made.tokenizer.decode(made.tokens.array[o + 1 : o + 1 + n].tolist()) for o, n in pairs]
 
 
-@pytest.mark.parametrize("tokenizer", [BPE, TokenizerConfig("byte"), TokenizerConfig("char")], ids=lambda c: c.kind)
+@pytest.mark.parametrize("tokenizer", [BPE, ByteConfig(), CharConfig()], ids=lambda c: c.kind)
 @pytest.mark.parametrize("batch", [1, 50, 2**22])
 def test_the_tokens_are_the_text(tokenizer, batch, workdir, monkeypatch):
     monkeypatch.setattr(store, "BATCH", batch)
@@ -188,7 +188,7 @@ def test_a_file_of_any_size_is_read_in_little_memory(workdir, monkeypatch):
     assert (workdir / "large.txt").stat().st_size > 10_000_000
     tracemalloc.start()
     try:
-        made = opened(TokenizerConfig("byte"), files=["large.txt"])
+        made = opened(ByteConfig(), files=["large.txt"])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -38,6 +38,16 @@ def test_without_data_it_is_the_held_out_text_of_the_run(command, lines):
     assert json.loads(command("evaluate", f"checkpoint={newest}", "output=json").out)["loss"] == found["loss"]
 
 
+def test_the_data_of_a_run_of_an_older_version(command, lines):
+    """Its config does not name the choice."""
+    found = command("evaluate", "output=json").out
+    config = Path("runs/lines/config.yaml")
+    text = config.read_text()
+    assert text.count("  kind: text\n") == 1
+    config.write_text(text.replace("  kind: text\n", ""))
+    assert command("evaluate", "output=json").out == found
+
+
 def test_given_data_it_is_all_documents(command, trained, workdir):
     texts = [sentences(1, seed=i).strip() for i in range(5)]
     (workdir / "other.txt").write_text("\n".join(texts) + "\n\n", encoding="utf-8")

@@ -31,7 +31,6 @@ from minitransformer.explain import explain
 from minitransformer.report import page as pages
 from minitransformer.report.reading import attention, read, shown
 from minitransformer.report.record import Record
-from minitransformer.training.config import choice
 from minitransformer.words import short
 from tests.conftest import SMALL, as_a_user_without_rights, sentences
 
@@ -47,8 +46,7 @@ def make_run(path: Path, overrides=(), steps=(10, 20, 30), scale=1.0, model=None
     path.mkdir(parents=True)
     settings = asdict(OmegaConf.to_object(composed))
     (path / "config.yaml").write_text(OmegaConf.to_yaml(settings), encoding="utf-8")
-    kinds = {group: choice(OmegaConf.get_type(composed[group])) for group in KINDS}
-    start = {"command": f"python train.py {HOSTILE}", "max_steps": 30, "parameters": 12_345, "kinds": kinds}
+    start = {"command": f"python train.py {HOSTILE}", "max_steps": 30, "parameters": 12_345}
     add_start(path, 0, start | {"model": "a model", "device": "cpu (2 threads)", "data": HOSTILE})
     for step in steps:
         speed = {"speed/tokens_per_s": 500.0, "speed/step_ms": 200.0, "speed/peak_memory_gb": 0.75}
@@ -248,7 +246,6 @@ def changed(path: Path, *overrides: str) -> dict[str, tuple]:
     """What the record of a run with these settings says, name by name."""
     composed = compose("train", list(overrides))
     (path / "config.yaml").write_text(OmegaConf.to_yaml(asdict(OmegaConf.to_object(composed))))
-    add_start(path, 0, {"kinds": {group: choice(OmegaConf.get_type(composed[group])) for group in KINDS}})
     add_metrics(path, 1, {"train/loss": 1.0})
     return {name: (value, default) for name, value, default in Record.read(path).changed}
 
@@ -275,12 +272,30 @@ def test_another_choice_is_named_and_its_own_defaults_are_not(option, tmp_path):
     group, name = option.split("=")
     found = changed(tmp_path, option, *([DATA[name]] if name in DATA else []))
     usual = {"data": "stdlib", "tokenizer": "bpe", "optimizer": "muon", "schedule": "wsd"}[group]
-    words = dict.fromkeys(("text", "jsonl", "csv", "parquet"), "files") | dict.fromkeys(("byte", "char"), "tokenizer")
-    word = (words | {"inverse_sqrt": "inversesqrt"}).get(name, name)
-    assert found.pop(group, None) == (None if name == usual else (word, usual))
+    name = "text" if name in ("jsonl", "csv", "parquet") else name
+    assert found.pop(group, None) == (None if name == usual else (name, usual))
     # What the option's own YAML file sets beside the defaults of its kind.
-    yaml = {"data": {"data.val_fraction"}, "tokenizer": {"tokenizer.kind"}}
+    yaml = {"data": {"data.val_fraction"}}
     assert set(found) <= yaml.get(group, set()) | {DATA.get(name, "").split("=")[0]}, found
+
+
+def test_a_run_of_an_older_version_names_its_choices(tmp_path):
+    """It wrote them beside its config, as words of its classes."""
+    composed = OmegaConf.to_object(compose("train", ["data=text", "data.files=[a.txt]", "schedule=inverse_sqrt"]))
+    settings = asdict(composed)
+    for group in ("data", "optimizer", "schedule", "logger"):
+        del settings[group]["kind"]
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(settings))
+    kinds = {"data": "files", "tokenizer": "bpe", "optimizer": "muon", "schedule": "inversesqrt"}
+    add_start(tmp_path, 0, {"kinds": kinds})
+    add_metrics(tmp_path, 1, {"train/loss": 1.0})
+    record = Record.read(tmp_path)
+    assert {group: record.settings.get(group) for group in kinds} == kinds | {
+        "data": "text", "schedule": "inverse_sqrt"
+    }  # fmt: skip
+    assert record.changed == [
+        ("data", "text", "stdlib"), ("schedule", "inverse_sqrt", "wsd"), ("data.files", ["a.txt"], [])
+    ]  # fmt: skip
 
 
 # Training --------------------------------------------------------------------------------------------------------
