@@ -22,7 +22,7 @@ from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import TrainConfig
 from minitransformer.training.lora import ADAPTER, fingerprint, merged
 from minitransformer.training.loss import head_cross_entropy
-from minitransformer.training.optimizers import make_optimizer
+from minitransformer.training.optimizers import by_name, make_optimizer
 from minitransformer.training.schedules import rate
 
 
@@ -265,14 +265,14 @@ class LanguageModel(pl.LightningModule):
             kept = {name: tensor for name, tensor in checkpoint["state_dict"].items() if ADAPTER.search(name)}
             checkpoint["state_dict"] = kept
             checkpoint["lora"] = asdict(self.config.lora) | {"frozen": fingerprint(self.model)}
-        counts = {name: getattr(self, name) for name in ("tokens_seen", "skipped", "skipped_in_row")}
-        checkpoint["counts"] = counts
+        if self.trainer.is_global_zero:  # fsdp gathers the state on this rank alone
+            checkpoint["optimizer_states"] = [by_name(state) for state in checkpoint["optimizer_states"]]
+        checkpoint["counts"] = {"tokens_seen": self.tokens_seen, "skipped": self.skipped}
         if self._window:
             window = {"nats": float(self._window["nats"]), "seconds": self._window["seconds"] - self.seconds}
             checkpoint["window"] = self._window | window
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        for name, value in checkpoint["counts"].items():
-            setattr(self, name, value)
+        self.tokens_seen, self.skipped = (checkpoint["counts"][name] for name in ("tokens_seen", "skipped"))
         if "window" in checkpoint:
             self._window = {"seconds": 0.0} | checkpoint["window"]

@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params, lr: float, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, momentum=0.95, ns_steps=5):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum)
-        super().__init__(params, defaults | dict(ns_steps=ns_steps, matrix=False))
+        # `fused` lets torch load the `step` of AdamW to the device of its parameter, where the fused kernel needs it.
+        super().__init__(params, defaults | dict(ns_steps=ns_steps, matrix=False, fused=True))
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -123,16 +125,62 @@ def make_optimizer(config: AdamWConfig, model: Transformer) -> torch.optim.Optim
                 break
         return of, matrix, rate, decay
 
-    found: dict[tuple[str, bool, float, float], list[Tensor]] = {}
+    found: dict[tuple[str, bool, float, float], list[tuple[str, Tensor]]] = {}
     for name, p in parameters.items():
-        found.setdefault(settings_of(name, p), []).append(p)
+        # Named as in the LightningModule, whose names a checkpoint has.
+        found.setdefault(settings_of(name, p), []).append((f"model.{name}", p))
     groups = [
         dict(params=params, name=name, lr=lr, peak_lr=lr, weight_decay=decay, matrix=matrix)
         for (name, matrix, lr, decay), params in found.items()
     ]
     settings = dict(lr=config.lr, betas=tuple(config.betas), eps=config.eps)
     if isinstance(config, MuonConfig):
-        return Muon(groups, **settings, momentum=config.momentum, ns_steps=config.ns_steps)
-    optimizer = torch.optim.AdamW(groups, **settings, fused=True)
-    optimizer._step_supports_amp_scaling = False  # else gradients would be clipped before they are unscaled
+        optimizer = Muon(groups, **settings, momentum=config.momentum, ns_steps=config.ns_steps)
+    else:
+        optimizer = torch.optim.AdamW(groups, **settings, fused=True)
+        optimizer._step_supports_amp_scaling = False  # else gradients would be clipped before they are unscaled
+    optimizer.register_load_state_dict_pre_hook(_with_own_settings)
     return optimizer
+
+
+def by_name(saved: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with the names of parameters in place of numbers, which depend on groups and on ranks."""
+    names: dict[int, str] = {}
+    for group in saved["param_groups"]:
+        names |= zip(group["params"], group["param_names"], strict=True)
+    groups = [group | {"params": group["param_names"]} for group in saved["param_groups"]]
+    return {"state": {names[number]: state for number, state in saved["state"].items()}, "param_groups": groups}
+
+
+def _with_own_settings(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved moments with the settings that `optimizer` has; torch itself would take both from the checkpoint."""
+    check_resumable(optimizer, saved)
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        params = group["param_names"] if _is_by_name(saved) else saved["param_groups"][number]["params"]
+        groups.append(group | {"params": params})
+    return {"state": saved["state"], "param_groups": groups}
+
+
+def _is_by_name(saved: dict[str, Any]) -> bool:
+    return all(isinstance(name, str) for name in saved["state"])
+
+
+def check_resumable(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Refuse the state of another optimizer. Other settings of the same optimizer are fine.
+
+    saved: what a checkpoint has in `optimizer_states[0]`.
+
+    Raises:
+        ValueError: it is of another optimizer; or it is of an earlier version, and of other groups.
+    """
+    groups = saved["param_groups"], optimizer.param_groups
+    was, now = ("muon" if "ns_steps" in some[0] else "adamw" for some in groups)
+    if was != now:
+        raise ValueError(f"it was trained with optimizer={was}, not {now}")
+    was, now = ([len(group["params"]) for group in some] for some in groups)
+    if was != now and not _is_by_name(saved):
+        raise ValueError(
+            "its checkpoint is of an earlier version, which goes on with the same optimizer.groups alone, and with an "
+            "optimizer.weight_decay of 0 where it was 0"
+        )

@@ -69,6 +69,7 @@ from minitransformer.training.config import LoRAConfig, RangeConfig, TrainConfig
 from minitransformer.training.logging import RunLogger, make_loggers
 from minitransformer.training.lora import add_adapters, fingerprint
 from minitransformer.training.module import LanguageModel
+from minitransformer.training.optimizers import check_resumable, make_optimizer
 
 REPORTED_TOKENS = 1024  # of held-out text, kept for the report
 
@@ -129,6 +130,7 @@ def train(
     if saved is not None:
         _check_same(saved, describe(model_config, data.tokenizer), run)
         _check_adapters(saved, config, model, run)
+        _check_optimizer(saved, config, model, run)
         step = saved["global_step"]
         if step > config.trainer.max_steps or (step == config.trainer.max_steps and validated(run, step)):
             console.print(f"{run} is already trained: {step} of trainer.max_steps={config.trainer.max_steps} steps")
@@ -331,6 +333,14 @@ def _check_adapters(saved: dict, config: TrainConfig, model: Transformer, run: P
             raise ValueError(f"cannot resume {run}: it was trained with lora.{name}={old[name]}, not {new[name]}")
     if config.lora.rank and old["frozen"] != fingerprint(model):
         raise ValueError(f"cannot resume {run}: the weights in init_from={config.init_from} are no longer the same")
+
+
+def _check_optimizer(saved: dict, config: TrainConfig, model: Transformer, run: Path) -> None:
+    """Refuse to resume with another optimizer. Its settings may change: those of now hold."""
+    try:
+        check_resumable(make_optimizer(config.optimizer, model), saved["optimizer_states"][0])
+    except ValueError as error:
+        raise ValueError(f"cannot resume {run}: {error}") from None
 
 
 def _check_same(saved: dict, now: dict, run: Path) -> None:

@@ -1,5 +1,6 @@
 """Muon and AdamW against torch's own, and each parameter in one group."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from minitransformer import ModelConfig, Transformer
 from minitransformer.training.config import AdamWConfig, GroupConfig, MuonConfig
-from minitransformer.training.optimizers import Muon, make_optimizer, orthogonalize
+from minitransformer.training.optimizers import Muon, by_name, check_resumable, make_optimizer, orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (16, 48), (48, 16), (144, 576)])
@@ -138,3 +139,77 @@ def test_a_pattern_that_matches_nothing_is_named():
         GroupConfig(lr=1)
     with pytest.raises(ValueError, match="lr of a=-1"):
         GroupConfig("a", lr=-1)
+
+
+def stepped(config, device: str = "cpu"):
+    """A model and its optimizer after two steps, or on another device before any."""
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=20, d_model=16, n_layers=2, n_heads=2, max_seq_len=8)).to(device)
+    optimizer = make_optimizer(config, model)
+    if device == "cpu":
+        for _ in range(2):
+            model(torch.randint(20, (2, 8))).square().mean().backward()
+            optimizer.step()
+    return model, optimizer
+
+
+def earlier(saved: dict) -> dict:
+    """The state as checkpoints had it before they named parameters."""
+    saved = deepcopy(saved)
+    for group in saved["param_groups"]:
+        del group["param_names"]
+        group.pop("fused" if "ns_steps" in group else "", None)
+    return saved
+
+
+OTHER = dict(lr=0.3, betas=(0.5, 0.6), eps=1e-4)
+
+
+@pytest.mark.parametrize("form", [by_name, earlier])
+@pytest.mark.parametrize(("old", "new"), [
+    (AdamWConfig(), AdamWConfig(**OTHER, weight_decay=0.7)),
+    (MuonConfig(weight_decay=0.1), MuonConfig(**OTHER, weight_decay=0.7, adamw_lr=0.2, embedding_lr=0.4, momentum=0.5)),
+], ids=["adamw", "muon"])  # fmt: skip
+def test_a_loaded_state_has_the_moments_of_the_old_and_the_settings_of_the_new(old, new, form):
+    model, optimizer = stepped(old)
+    fresh = make_optimizer(new, model)
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in fresh.param_groups]
+    fresh.load_state_dict(form(optimizer.state_dict()))
+    for group, before in zip(fresh.param_groups, settings, strict=True):
+        assert {name: value for name, value in group.items() if name != "params"} == before
+    for p in model.parameters():
+        assert fresh.state[p].keys() == optimizer.state[p].keys()
+        assert all(torch.equal(value, fresh.state[p][name]) for name, value in optimizer.state[p].items())
+
+
+@pytest.mark.parametrize("new", [
+    MuonConfig(weight_decay=0.1),  # the head leaves the group of the gains
+    MuonConfig(groups=[GroupConfig("blocks.1.*", lr=0.5)]),
+], ids=["decay", "groups"])  # fmt: skip
+def test_a_state_finds_its_parameter_in_other_groups(new):
+    model, optimizer = stepped(MuonConfig())
+    fresh = make_optimizer(new, model)
+    assert len(fresh.param_groups) != len(optimizer.param_groups)
+    fresh.load_state_dict(by_name(optimizer.state_dict()))
+    for p in model.parameters():
+        assert all(torch.equal(value, fresh.state[p][name]) for name, value in optimizer.state[p].items())
+    with pytest.raises(ValueError, match="of an earlier version"):
+        check_resumable(fresh, earlier(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("form", [by_name, earlier])
+@pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig()], ids=["adamw", "muon"])
+def test_a_loaded_state_lies_where_its_parameter_does(config, form):
+    """`step` too, which torch leaves where a checkpoint was read if nothing says that a kernel needs it elsewhere."""
+    _, optimizer = stepped(config)
+    model, elsewhere = stepped(config, "meta")
+    elsewhere.load_state_dict(form(optimizer.state_dict()))
+    for p in model.parameters():
+        assert {value.device.type for value in elsewhere.state[p].values()} == {"meta"}
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    for old, new in ((AdamWConfig(), MuonConfig()), (MuonConfig(), AdamWConfig())):
+        _, optimizer = stepped(old)
+        with pytest.raises(ValueError, match=r"it was trained with optimizer=(adamw|muon), not (muon|adamw)"):
+            check_resumable(stepped(new)[1], by_name(optimizer.state_dict()))

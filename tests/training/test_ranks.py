@@ -61,6 +61,10 @@ def test_two_ranks_train_as_one(strategy, workdir):
     for name in ("one", "two"):
         finished(start(*settings, f"name={name}", "trainer.devices=1", "resume=auto", "trainer.max_steps=7"))
     same(*(weights(workdir / "runs" / name) for name in ("one", "two")), atol=1e-5, rtol=1e-3)
+    if strategy == "fsdp":  # and the other way round
+        finished(start(*settings, "name=one", "resume=auto", "trainer.max_steps=9", "trainer.strategy=fsdp"))
+        finished(start(*settings, "name=two", "trainer.devices=1", "resume=auto", "trainer.max_steps=9"))
+        same(*(weights(workdir / "runs" / name) for name in ("one", "two")), atol=1e-5, rtol=1e-3)
 
 
 def free_port() -> str:

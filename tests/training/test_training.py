@@ -205,6 +205,29 @@ def test_a_run_that_was_stopped_early_can_be_ended_there(train, command):
         same(load_file(run / name), load_file(short / name))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_rates_given_on_resume_hold_and_are_those_logged(train, optimizer):
+    run = train("mine", f"optimizer={optimizer}", "trainer.max_steps=2")
+    before = weights(run)
+    rates = ["optimizer.lr=1e-30"]
+    rates += ["optimizer.adamw_lr=1e-30", "optimizer.embedding_lr=1e-30"] if optimizer == "muon" else []
+    train("mine", f"optimizer={optimizer}", *rates, "resume=auto")
+    same(before, weights(run))
+    found = [value for name, values in metrics(run).items() for step, value in values
+             if name.startswith("optim/lr/") and step > 2]  # fmt: skip
+    assert found
+    assert max(found) <= 1e-30
+
+
+def test_another_optimizer_is_refused_on_resume(train, command):
+    run = train("mine", "optimizer=adamw", "trainer.max_steps=2")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    result = command("train", *TEXT, *SMALL, "name=mine", "resume=auto", "optimizer=muon")
+    assert (result.code, len(result.err.splitlines())) == (1, 1)
+    assert "cannot resume runs/mine: it was trained with optimizer=adamw, not muon" in result.err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
 def test_a_resumed_window_has_the_time_of_all_its_steps(train, monkeypatch):
     """Stopped in the middle of a window, by a clock on which a step takes a second and all else nothing."""
     loss_sums, now = LanguageModel.loss_sums, [0.0]
@@ -394,7 +417,7 @@ def test_no_loss_is_taken_on_prefixes(command, workdir):
     assert float(re.findall(r"validation loss ([\d.]+)", result.out)[-1]) < 0.2
 
 
-def not_finite_at(monkeypatch, *steps: int) -> None:
+def not_finite_at(monkeypatch, steps: list[int]) -> None:
     """Let the loss be infinite in these steps."""
     loss_sums = LanguageModel.loss_sums
 
@@ -410,7 +433,7 @@ def not_finite_at(monkeypatch, *steps: int) -> None:
 def test_a_step_that_is_not_finite_changes_nothing_and_moves_no_schedule(train, monkeypatch, optimizer):
     """The weights are those of a run whose bad step never was: its data left out, its rates one step later."""
     settings = [f"optimizer={optimizer}", "trainer.log_every=1", "schedule=linear", "schedule.warmup_steps=3"]
-    not_finite_at(monkeypatch, 2)
+    not_finite_at(monkeypatch, [2])
     run = train("bad", *settings)
     found = metrics(run)
     assert [count for _, count in found["optim/skipped_steps"]] == [0, 0, 1, 1, 1, 1]
@@ -428,7 +451,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_moves_no_schedule(train, 
 
 
 def test_a_run_that_diverges_stops_with_its_state_and_names_the_last_good_one(command, workdir, monkeypatch):
-    not_finite_at(monkeypatch, *range(3, 100))
+    steps = list(range(3, 100))
+    not_finite_at(monkeypatch, steps)
     small = [*SMALL, "trainer.max_steps=50", "trainer.max_skipped=4", "callbacks.keep_checkpoints=9"]
     result = command("train", *TEXT, *small, "name=mine")
     assert result.code == 1
@@ -438,7 +462,12 @@ def test_a_run_that_diverges_stops_with_its_state_and_names_the_last_good_one(co
     assert "the last checkpoint before that is runs/mine/checkpoints/step-00000002.ckpt" in result.err
     saved = read_checkpoint(workdir / "runs/mine/checkpoints/step-00000007.ckpt")
     assert all(w.isfinite().all() for w in saved["state_dict"].values())
-    monkeypatch.undo()
+    # From there it has all its attempts again, and with what has made it better it goes on.
+    again = command("train", *TEXT, *small, "name=mine", "resume=auto")
+    assert "the state after step 11 is in" in again.err
+    steps.clear()
+    result = command("train", *TEXT, *small, "name=mine", "resume=auto", "trainer.max_steps=13")
+    assert result.code == 0, result.err
 
 
 def test_a_time_limit_saves_and_says_how_to_go_on(command, workdir, monkeypatch):
