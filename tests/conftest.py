@@ -14,7 +14,9 @@ os.environ.pop("WANDB_API_KEY", None)
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and threads of several would wait for each other
 
 import pytest
+from tokenizers import Tokenizer as Backend
 
+from minitransformer.data.tokenizer import Tokenizer, set_template
 from tests.browser import browser_page, chromium  # noqa: F401  fixtures
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +46,14 @@ def sentences(n: int, seed: int = 0) -> str:
     return "".join(
         f"{draw.choice(names)} {draw.choice(verbs)} the {draw.choice(['cat', 'dog', 'owl 🦉'])}.\n" for _ in range(n)
     )
+
+
+def with_start(words: Tokenizer) -> Tokenizer:
+    """The same tokenizer, but documents start with <s> and end as before, as Llama's do."""
+    backend = Backend.from_str(words.to_json())
+    backend.add_special_tokens(["<s>"])
+    set_template(backend, "<s>")
+    return Tokenizer(backend)
 
 
 def as_a_user_without_rights(job):

@@ -71,7 +71,7 @@ class TextData(pl.LightningDataModule):
         """The first held-out documents up to `n_tokens` together, the last one cut: (prefix, text) each."""
         documents, found = self.validation.documents, []
         for offset, length, prefix in zip(documents.offset, documents.length, documents.prefix, strict=True):
-            ids = self.tokens.array[int(offset) + 1 :][: min(n_tokens, int(length))].tolist()
+            ids = self.tokens.ids[int(offset) + 1 :][: min(n_tokens, int(length))].tolist()
             parts = (self.tokenizer.decode(part) for part in (ids[: int(prefix)], ids[int(prefix) :]))
             found.append(tuple(part.rstrip("\ufffd") if len(ids) < length else part for part in parts))
             n_tokens -= len(ids) + 1

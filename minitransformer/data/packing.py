@@ -13,6 +13,27 @@ IGNORE = -100  # the target of a place that holds no token, or that no loss is t
 
 
 @dataclass
+class TokenStream:
+    """The ids of documents that lie end to end, (n,) of any integer type.
+
+    boundary: the id before each document and after the last, which ends a document as a target. start: the id that
+    starts a document as an input, where the stream holds the boundary.
+    """
+
+    ids: np.ndarray
+    boundary: int
+    start: int
+
+    def inputs(self, places: np.ndarray) -> np.ndarray:
+        ids = self.ids[places].astype(np.int64)
+        return np.where(ids == self.boundary, self.start, ids)
+
+    def targets(self, places: np.ndarray) -> np.ndarray:
+        """What follows each input."""
+        return self.ids[places + 1].astype(np.int64)  # ids have no sign, IGNORE has
+
+
+@dataclass
 class Documents:
     """Some of the documents of a token stream, (n,) each.
 
@@ -190,7 +211,7 @@ def _concat(documents: Documents, row_length: int, turn: int) -> Rows:
     return Rows(start, length.astype(np.int32), ignored.astype(np.int32), first, continuous=True)
 
 
-def fill(stream: np.ndarray, rows: Rows, index: np.ndarray, row_length: int) -> tuple[np.ndarray, ...]:
+def fill(stream: TokenStream, rows: Rows, index: np.ndarray, row_length: int) -> tuple[np.ndarray, ...]:
     """Lay out the rows `index`: tokens, positions and targets, (len(index), row_length) int64 each.
 
     Places without a token hold id 0, position -1 and target IGNORE.
@@ -206,9 +227,9 @@ def fill(stream: np.ndarray, rows: Rows, index: np.ndarray, row_length: int) -> 
     target = np.repeat(row * row_length + place, length) + inside
     shape = (len(index), row_length)
     tokens, positions, targets = np.zeros(shape, np.int64), np.full(shape, -1), np.full(shape, IGNORE)
-    tokens.reshape(-1)[target] = stream[source]
-    following = stream[source + 1].astype(np.int64)  # ids have no sign, IGNORE has
-    targets.reshape(-1)[target] = np.where(inside < np.repeat(rows.ignored[piece], length), IGNORE, following)
+    tokens.reshape(-1)[target] = stream.inputs(source)
+    ignored = inside < np.repeat(rows.ignored[piece], length)
+    targets.reshape(-1)[target] = np.where(ignored, IGNORE, stream.targets(source))
     positions.reshape(-1)[target] = target % row_length if rows.continuous else inside
     return tokens, positions, targets
 

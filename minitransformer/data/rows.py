@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from minitransformer.data.packing import IGNORE, Documents, Rows, fill, pack
-from minitransformer.data.store import TokenFile
+from minitransformer.data.packing import IGNORE, Documents, Rows, TokenStream, fill, pack
 
 
 class Batch(NamedTuple):
@@ -47,7 +46,7 @@ class TrainingSteps(Dataset):
 
     def __init__(
         self,
-        tokens: TokenFile,
+        tokens: TokenStream,
         documents: Documents,
         row_length: int,
         batch_size: int,
@@ -84,7 +83,7 @@ class TrainingSteps(Dataset):
         parts = []
         for epoch in np.unique(epochs).tolist():
             rows, order = self.rows(epoch)
-            parts.append(fill(self.tokens.array, rows, order[places[epochs == epoch]], self.row_length))
+            parts.append(fill(self.tokens, rows, order[places[epochs == epoch]], self.row_length))
         return make_batch(tuple(map(np.concatenate, zip(*parts, strict=True))), self.rank, self.ranks)
 
 
@@ -104,7 +103,9 @@ class ValidationSteps(Dataset):
     Every rank has as many steps, with as many rows: where rows do not divide, empty ones fill the last step up.
     """
 
-    def __init__(self, tokens: TokenFile, rows: Rows, row_length: int, batch_size: int, rank: int = 0, ranks: int = 1):
+    def __init__(
+        self, tokens: TokenStream, rows: Rows, row_length: int, batch_size: int, rank: int = 0, ranks: int = 1
+    ):
         self.tokens, self.rows, self.row_length, self.batch_size = tokens, rows, row_length, batch_size
         self.rank, self.ranks = rank, ranks
 
@@ -115,7 +116,7 @@ class ValidationSteps(Dataset):
         if step >= len(self):
             raise IndexError(step)
         numbers = np.arange(step * self.batch_size, min((step + 1) * self.batch_size, len(self.rows)))
-        arrays = fill(self.tokens.array, self.rows, numbers, self.row_length)
+        arrays = fill(self.tokens, self.rows, numbers, self.row_length)
         padding = ((0, -len(numbers) % self.ranks), (0, 0))
         arrays = (np.pad(x, padding, constant_values=v) for x, v in zip(arrays, (0, -1, IGNORE), strict=True))
         return make_batch(tuple(arrays), self.rank, self.ranks)

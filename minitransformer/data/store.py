@@ -18,25 +18,25 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from minitransformer.data.config import ByteConfig, CharConfig, DataConfig, PretrainedConfig, TokenizerConfig
 from minitransformer.data.documents import Corpus, Document
-from minitransformer.data.packing import Documents
+from minitransformer.data.packing import Documents, TokenStream
 from minitransformer.data.tokenizer import Tokenizer, cut
 
 FORMAT = 2  # of an entry; a change of what is stored takes a new number
 BATCH = 2**22  # characters that are encoded at once
 
 
-class TokenFile:
-    """Ids in a file, mapped into memory. It is opened where it is used: a worker process gets its path alone."""
+class TokenFile(TokenStream):
+    """A stream in a file, mapped into memory. It is opened where it is used: a worker process gets its path alone."""
 
-    def __init__(self, path: Path, dtype: str):
-        self.path, self.dtype = path, dtype
+    def __init__(self, path: Path, dtype: str, boundary: int, start: int):
+        self.path, self.dtype, self.boundary, self.start = path, dtype, boundary, start
 
     @cached_property
-    def array(self) -> np.ndarray:
+    def ids(self) -> np.ndarray:
         return np.memmap(self.path, self.dtype, mode="r")
 
     def __getstate__(self) -> dict:
-        return {"path": self.path, "dtype": self.dtype}
+        return {name: value for name, value in vars(self).items() if name != "ids"}
 
 
 @dataclass
@@ -121,10 +121,9 @@ def _read(entry: Path) -> Store:
     )
     documents = Documents.of(length, prefix)
     splits = [Split(documents.take(which), int(n_bytes[which].sum())) for which in (~held_out, held_out)]
-    tokens = TokenFile(entry / "tokens.bin", meta["dtype"])
-    return Store(
-        Tokenizer.load(entry / "tokenizer.json"), tokens, *splits, meta["limit"], meta["skipped"], meta["boms"]
-    )
+    tokenizer = Tokenizer.load(entry / "tokenizer.json")
+    tokens = TokenFile(entry / "tokens.bin", meta["dtype"], tokenizer.boundary, tokenizer.start)
+    return Store(tokenizer, tokens, *splits, meta["limit"], meta["skipped"], meta["boms"])
 
 
 def _build(
@@ -254,6 +253,13 @@ def end_to_end(
             write(ids.astype(dtype))
     write(boundary)
     return Documents.of(np.asarray(length), np.asarray(prefix))
+
+
+def token_stream(documents: Iterable[Document], tokenizer: Tokenizer) -> tuple[TokenStream, Documents]:
+    """The documents as a token stream in memory, and where each lies in it."""
+    parts: list[np.ndarray] = []
+    found = end_to_end(documents, tokenizer, np.dtype(np.uint32), parts.append)
+    return TokenStream(np.concatenate(parts), tokenizer.boundary, tokenizer.start), found
 
 
 def _until(pieces: Iterator[tuple], size: int) -> Iterator[tuple]:

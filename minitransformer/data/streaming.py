@@ -9,9 +9,9 @@ from torch.utils.data import IterableDataset
 
 from minitransformer.data.config import HubConfig
 from minitransformer.data.documents import hub_document, load_hub
-from minitransformer.data.packing import Rows, fill, pack
+from minitransformer.data.packing import Rows, TokenStream, fill, pack
 from minitransformer.data.rows import Batch, make_batch
-from minitransformer.data.store import end_to_end
+from minitransformer.data.store import token_stream
 from minitransformer.data.tokenizer import Tokenizer
 
 
@@ -54,7 +54,7 @@ class StreamingSteps(IterableDataset):
                     yield make_batch(arrays, self.rank, self.ranks, begin | {"used": used})
                     parts, missing = [], self.config.batch_size
 
-    def _buffers(self) -> Iterator[tuple[np.ndarray, Rows, np.ndarray, dict]]:
+    def _buffers(self) -> Iterator[tuple[TokenStream, Rows, np.ndarray, dict]]:
         """Token streams with their rows, the order of these, and the state in which each begins."""
         table = load_hub(self.config, self.config.train_split)
         epoch, number, source, used = (self.state[name] for name in ("epoch", "buffer", "source", "used"))
@@ -80,8 +80,7 @@ class StreamingSteps(IterableDataset):
             table, source = load_hub(self.config, self.config.train_split), None
             epoch, number = epoch + 1, 0
 
-    def _pack(self, chunk: list) -> tuple[np.ndarray, Rows]:
+    def _pack(self, chunk: list) -> tuple[TokenStream, Rows]:
         kept = [d for d in chunk if not d.blank and (self.limit is None or d.key() > self.limit)]
-        stream: list[np.ndarray] = []
-        documents = end_to_end(kept, self.tokenizer, np.dtype(np.uint32), stream.append)
-        return np.concatenate(stream), pack(documents, self.row_length, self.config.packing)
+        stream, documents = token_stream(kept, self.tokenizer)
+        return stream, pack(documents, self.row_length, self.config.packing)

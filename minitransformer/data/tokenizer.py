@@ -217,6 +217,15 @@ class Tokenizer:
         self._check(text)
         return self._encode(self.prefix + text) if text else []
 
+    def encode_document(self, text: str, end: bool = False) -> list[int]:
+        """Ids of a text that is read from its start, such as a prompt: the start token, those of the text, and the
+        boundary if the text ends there.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        return [self.start, *self.encode(text), *([self.boundary] if end else [])]
+
     def _encode(self, text: str) -> list[int]:
         """Ids of any stretch of text."""
         if self._space is None or SPACE not in text:

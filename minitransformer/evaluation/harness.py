@@ -18,7 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from minitransformer.checkpoint import latest_run, load
-from minitransformer.data.packing import Documents, slide
+from minitransformer.data.packing import Documents, TokenStream, slide
 from minitransformer.device import choose_device
 from minitransformer.evaluation.scoring import score_rows
 from minitransformer.generation.config import Sampling
@@ -28,7 +28,7 @@ from minitransformer.model.checks import choose
 
 @register_model("minitransformer")
 class HarnessModel(TemplateLM):
-    """What the harness asks of a model. As in training, every text begins with the boundary token.
+    """What the harness asks of a model. As in training, every text begins with the start token.
 
     checkpoint: a run directory or a model file (None: the newest run under `runs_dir`). batch_size: texts read at once.
     device: auto | cpu | cuda | mps.
@@ -62,12 +62,15 @@ class HarnessModel(TemplateLM):
         return self.words.boundary
 
     @property
+    def prefix_token_id(self) -> int:
+        return self.words.start
+
+    @property
     def tokenizer_name(self) -> str:
         return self.words.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        ids = self.words.encode(string)
-        return ids if add_special_tokens is False else [self.words.boundary, *ids]
+        return self.words.encode(string) if add_special_tokens is False else self.words.encode_document(string)
 
     def _scored(self, texts: list[list[int]], unscored: list[int], disable_tqdm: bool) -> list[tuple[float, bool]]:
         """Of each text of ids all but the first `unscored`: their log-probability, and is each the likeliest token.
@@ -79,7 +82,8 @@ class HarnessModel(TemplateLM):
         length = self.model.config.max_seq_len
         rows = slide(documents, length, length)
         log_prob, greedy = np.zeros(len(texts)), np.ones(len(texts), bool)
-        stream = np.concatenate([np.array(ids, np.int64) for ids in texts])
+        ids = np.concatenate([np.array(ids, np.int64) for ids in texts])
+        stream = TokenStream(ids, self.words.boundary, self.words.start)
         of_row = np.searchsorted(documents.offset, rows.start, side="right") - 1
         with tqdm(total=len(rows), disable=disable_tqdm) as bar:
             for index, counted, nats, likeliest in score_rows(

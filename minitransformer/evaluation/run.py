@@ -15,8 +15,8 @@ from rich.table import Table
 from minitransformer.checkpoint import atomic_write, latest_run, load
 from minitransformer.data.config import DataConfig, FilesConfig, HubConfig, StdlibConfig
 from minitransformer.data.documents import Document, load_corpus
-from minitransformer.data.packing import Documents
-from minitransformer.data.store import end_to_end, look_through
+from minitransformer.data.packing import Documents, TokenStream
+from minitransformer.data.store import look_through, token_stream
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.device import choose_device
 from minitransformer.evaluation.config import EvaluateConfig
@@ -81,7 +81,7 @@ def run(config: EvaluateConfig) -> None:
 
 def tokens_of(
     config: EvaluateConfig, path: Path, tokenizer: Tokenizer, bar: Progress
-) -> tuple[str, np.ndarray, Documents]:
+) -> tuple[str, TokenStream, Documents]:
     """What is evaluated, in words; its token stream, and where the documents lie in it.
 
     Raises:
@@ -95,10 +95,9 @@ def tokens_of(
         held_out = look_through(corpus, data.val_fraction, bar).held_out
         documents = (d for d, held in zip(documents, held_out, strict=True) if held)
     task = bar.add_task("tokenising", total=None)
-    parts: list[np.ndarray] = []
-    found = end_to_end(_first(documents, corpus.what), tokenizer, np.dtype(np.uint32), parts.append)
+    stream, found = token_stream(_first(documents, corpus.what), tokenizer)
     bar.remove_task(task)
-    return (corpus.what if given else f"held-out text of {corpus.what}"), np.concatenate(parts), found
+    return (corpus.what if given else f"held-out text of {corpus.what}"), stream, found
 
 
 def _first(documents: Iterator[Document], what: str) -> Iterator[Document]:

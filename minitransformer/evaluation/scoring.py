@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitransformer.data.packing import IGNORE, Documents, Rows, cut, fill, slide
+from minitransformer.data.packing import IGNORE, Documents, Rows, TokenStream, cut, fill, slide
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.model.config import RotaryConfig
 from minitransformer.model.cost import LEAST_ROWS, LOGITS
@@ -56,7 +56,7 @@ def score_targets(model: Transformer, x: Tensor, targets: Tensor, vocab_size: in
 
 @torch.inference_mode()
 def score_rows(
-    model: Transformer, vocab_size: int, stream: np.ndarray, rows: Rows, batch_size: int
+    model: Transformer, vocab_size: int, stream: TokenStream, rows: Rows, batch_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     """Read rows of one piece each, the longest first.
 
@@ -80,7 +80,7 @@ def score_rows(
 def evaluate(
     model: Transformer,
     tokenizer: Tokenizer,
-    stream: np.ndarray,
+    stream: TokenStream,
     documents: Documents,
     length: int,
     stride: int,
@@ -99,7 +99,7 @@ def evaluate(
         tokens += (new := int(counted.sum()))
         progress(new)
     n_bytes = np.array(list(map(len, tokenizer.token_bytes)))
-    own = sum(int(n_bytes[stream[o + 1 + p : o + 1 + n]].sum()) for o, n, p in zip(
+    own = sum(int(n_bytes[stream.ids[o + 1 + p : o + 1 + n]].sum()) for o, n, p in zip(
         documents.offset.tolist(), documents.length.tolist(), documents.prefix.tolist(), strict=True
     ))  # fmt: skip
     return Evaluation(len(documents), tokens, own, nats)
@@ -108,7 +108,7 @@ def evaluate(
 def loss_by_position(
     model: Transformer,
     tokenizer: Tokenizer,
-    stream: np.ndarray,
+    stream: TokenStream,
     documents: Documents,
     length: int,
     batch_size: int = 8,

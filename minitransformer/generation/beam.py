@@ -44,7 +44,7 @@ def beam_search(
     sampling = Sampling(**settings)
     sampling.check(tokenizer.vocab_size)
     deadline = time.monotonic() + (float("inf") if max_seconds is None else max_seconds)
-    ids = [tokenizer.start, *tokenizer.encode(prompt)]
+    ids = tokenizer.encode_document(prompt)
     n_new = fitting(model, len(ids), max_new_tokens)
     assert n_new is not None
     cache, last = prefill(model, [ids], tokenizer.boundary, len(ids) + n_new - 1)

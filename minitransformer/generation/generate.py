@@ -131,7 +131,7 @@ def start_rows(
     tokenizer: Tokenizer, prompts: list[str], num_samples: int, stop: list[str] | None, seed: int | None
 ) -> tuple[list[Row], list[torch.Generator]]:
     """`num_samples` rows for each prompt in turn, and what each draws from: seed + its number (None: the clock)."""
-    ids = [[tokenizer.start, *tokenizer.encode(prompt)] for prompt in prompts]
+    ids = [tokenizer.encode_document(prompt) for prompt in prompts]
     rows = [Row(p, i, tokenizer, stop or []) for p, i in zip(prompts, ids, strict=True) for _ in range(num_samples)]
     generators = [torch.Generator() for _ in rows]
     for number, generator in enumerate(generators):
@@ -272,7 +272,7 @@ def score(model: Transformer, tokenizer: Tokenizer, text: str) -> Continuation:
     Raises:
         ValueError: it is longer than the model holds.
     """
-    ids = [tokenizer.start, *tokenizer.encode(text), tokenizer.boundary]
+    ids = tokenizer.encode_document(text, end=True)
     tokens = torch.tensor([ids], device=model.embedding.weight.device)
     log_probs = model(tokens[:, :-1])[0, :, : tokenizer.vocab_size].float().log_softmax(-1)
     found = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]

@@ -104,7 +104,7 @@ def exhibit(
     check_head(config, layer, head)
     if not prompt:
         raise ValueError("prompt is empty; give a text to look at, such as prompt='time flies like an arrow'")
-    ids = [tokenizer.start, *tokenizer.encode(prompt)]
+    ids = tokenizer.encode_document(prompt)
     fitting(model, len(ids), max_new_tokens=1)
     check_size(config, len(ids), explain)
     tokens = torch.tensor(ids, device=model.embedding.weight.device)

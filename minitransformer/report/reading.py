@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitransformer.data.packing import IGNORE, Documents, fill, pack
+from minitransformer.data.documents import Document
+from minitransformer.data.packing import IGNORE, Documents, TokenStream, fill, pack
+from minitransformer.data.store import token_stream
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.lab.page import visible
 from minitransformer.lab.trace import head_measures
@@ -49,17 +51,15 @@ def read(model: Transformer, tokenizer: Tokenizer, texts: list[tuple[str, str]])
     Raises:
         FloatingPointError: the model has come to numbers that are none.
     """
-    parts = [tokenizer.encode_batch(list(text)) for text in texts]
-    documents = Documents.of(np.array([sum(map(len, ids)) for ids in parts]), np.array([len(ids[0]) for ids in parts]))
-    boundary = np.array([tokenizer.boundary])
-    stream = np.concatenate([*(x for prefix, text in parts for x in (boundary, prefix, text)), boundary]).astype(int)
-    length = model.config.max_seq_len
+    stream, documents = _laid_out(tokenizer, texts)
+    size, length = len(stream.ids), model.config.max_seq_len
     rows = pack(documents, length, "sequential")
-    nats, likeliest, probability = np.full(len(stream), np.nan), np.zeros(len(stream), int), np.zeros(len(stream))
+    places = TokenStream(np.arange(size), boundary=-1, start=-1)  # where in the stream each id stands
+    nats, likeliest, probability = np.full(size, np.nan), np.zeros(size, int), np.zeros(size)
     for start in range(0, len(rows), ROWS):
         index = np.arange(start, min(start + ROWS, len(rows)))
         tokens, positions, targets = map(torch.from_numpy, fill(stream, rows, index, length))
-        at = fill(np.arange(len(stream)), rows, index, length)[2]  # where in the stream each target stands
+        at = fill(places, rows, index, length)[2]
         taken = targets != IGNORE
         features = model.features(tokens, positions)[0][taken]  # (n, d_model)
         log_probs = model.logits(features)[:, : tokenizer.vocab_size].float().log_softmax(-1)  # (n, V)
@@ -70,7 +70,11 @@ def read(model: Transformer, tokenizer: Tokenizer, texts: list[tuple[str, str]])
         nats[at] = -log_probs.gather(-1, targets[taken][:, None])[:, 0].numpy()
         likeliest[at], probability[at] = guess.numpy(), best.exp().numpy()
     inside = [slice(o + 1, o + 1 + n) for o, n in zip(documents.offset, documents.length, strict=True)]
-    return [list(_pieces(tokenizer, *(x[part] for x in (stream, nats, likeliest, probability)))) for part in inside]
+    return [list(_pieces(tokenizer, *(x[part] for x in (stream.ids, nats, likeliest, probability)))) for part in inside]
+
+
+def _laid_out(tokenizer: Tokenizer, texts: list[tuple[str, str]]) -> tuple[TokenStream, Documents]:
+    return token_stream((Document([text], prefix) for prefix, text in texts), tokenizer)
 
 
 def _pieces(tokenizer: Tokenizer, ids, nats, likeliest, probability) -> Iterator[Piece]:
@@ -101,16 +105,17 @@ def attention(model: Transformer, tokenizer: Tokenizer, texts: list[tuple[str, s
 
     Layers are taken evenly over the depth, from each the heads whose weights have the lowest entropy.
     """
-    ids = max((tokenizer.encode("".join(text)) for text in texts), key=len)
-    ids = [tokenizer.boundary, *ids][: min(ATTENDED, model.config.max_seq_len)]
-    tokens = torch.tensor(ids)
+    stream, documents = _laid_out(tokenizer, texts)
+    longest = documents.length.argmax()
+    n = min(ATTENDED, model.config.max_seq_len, int(documents.length[longest]) + 1)
+    tokens = torch.from_numpy(stream.inputs(documents.offset[longest] + np.arange(n)))
     weights = torch.stack(model(tokens[None], return_attention=True)[1])[:, 0].float()  # (L, H, n, n)
     n_layers, n_heads = weights.shape[:2]
     found = head_measures(weights, tokens)  # (L, H) each
     layers = np.unique(np.linspace(0, n_layers - 1, min(n_layers, MAPS // 2)).round().astype(int)).tolist()
     each = min(n_heads, MAPS // len(layers))
     chosen = [(layer, head) for layer in layers for head in sorted(found["entropy"][layer].argsort()[:each].tolist())]
-    names = ["⟨start⟩", *(shown(tokenizer, i) for i in ids[1:])]
+    names = ["⟨start⟩", *(shown(tokenizer, i) for i in tokens[1:].tolist())]
     shares = {"before": "previous", "itself": "itself", "first": "first"}
     return names, [
         Map(layer, head, weights[layer, head], {word: found[name][layer, head].item() for word, name in shares.items()})

@@ -227,12 +227,12 @@ class Sampler(pl.Callback):
         held_out = data.held_out_text(min(HELD_OUT_TOKENS, data.row_length // 4))
         self.prompt = next((prompt for prompt in prompts if prompt is not None), held_out)
         try:
-            room = fitting(model, len(data.tokenizer.encode(self.prompt)) + 1, None)
+            room = fitting(model, len(data.tokenizer.encode_document(self.prompt)), None)
         except ValueError as error:
             raise ValueError(f"callbacks.sample_prompt: {error}") from None
         self.n_new = min(self.config.sample_tokens, room)
         tokenizer, length = data.tokenizer, min(PICTURED_TOKENS, data.row_length)
-        self.pictured = [tokenizer.start, *tokenizer.encode(data.held_out_text(length))][:length]
+        self.pictured = tokenizer.encode_document(data.held_out_text(length))[:length]
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, outputs, batch, batch_idx: int) -> None:
         step = trainer.global_step

@@ -82,10 +82,8 @@ class LanguageModel(pl.LightningModule):
 
     def loss_sums(self, batch: Batch, smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
         """What is minimised, and the cross-entropy in nats, both summed over all targets, in fp32."""
-        model, tokens = self.model, batch.tokens
-        if self.tokenizer.start != self.tokenizer.boundary:  # which lies between documents, the end of one and to be
-            tokens = tokens.where(tokens != self.tokenizer.boundary, self.tokenizer.start)  # read as the next's start
-        x, _ = model.features(tokens, positions=batch.positions)
+        model = self.model
+        x, _ = model.features(batch.tokens, positions=batch.positions)
         cap = model.config.logit_soft_cap
         return head_cross_entropy(x.flatten(0, 1), model.head.weight, batch.targets.flatten(), cap, smoothing, z_loss)
 

@@ -62,7 +62,7 @@ def loading() -> None:
         path = Path(folder, "tokens.bin")
         random.integers(0, 2048, int(documents.length.sum()) + len(documents) + 1).astype(np.uint16).tofile(path)
         for workers, start_method in ((0, None), (2, "fork"), (2, "spawn")):
-            steps = TrainingSteps(TokenFile(path, "uint16"), documents, 256, 8, seed=0)
+            steps = TrainingSteps(TokenFile(path, "uint16", 0, 0), documents, 256, 8, seed=0)
             settings = dict(num_workers=workers, multiprocessing_context=start_method)
             loader = DataLoader(steps, batch_size=None, sampler=StepNumbers(0), **settings)
             batches = iter(loader)

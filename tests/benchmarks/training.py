@@ -22,9 +22,8 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from minitransformer.data.packing import Documents
+from minitransformer.data.packing import Documents, TokenStream
 from minitransformer.data.rows import Batch, StepNumbers, TrainingSteps
-from minitransformer.data.store import TokenFile
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.device import keep_freed_memory
 from minitransformer.model.config import ModelConfig
@@ -39,11 +38,6 @@ SHAPES = {
     "small": dict(n_layers=4, d_model=128, n_heads=4, vocab_size=65, max_seq_len=64, rows=12),
     "medium": dict(n_layers=6, d_model=384, n_heads=6, vocab_size=65, max_seq_len=256, rows=8),
 }
-
-
-class Array(TokenFile):
-    def __init__(self, array):
-        self.array = array
 
 
 def gpt2_like(rows: int, **shape) -> ModelConfig:
@@ -66,7 +60,7 @@ def batches(rows: int, length: int, vocab_size: int, documents: np.ndarray | Non
     """Random tokens in whole rows, or in packed documents of the given lengths."""
     lengths = np.full(400, length - 1) if documents is None else documents
     tokens = np.random.default_rng(0).integers(0, vocab_size, int(lengths.sum()) + len(lengths) + 1)
-    return TrainingSteps(Array(tokens), Documents.of(lengths), length, rows, seed=0)
+    return TrainingSteps(TokenStream(tokens, 0, 0), Documents.of(lengths), length, rows, seed=0)
 
 
 def our_step(module: LanguageModel) -> Callable[[Batch], None]:

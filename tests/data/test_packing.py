@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitransformer.data.packing import IGNORE, Documents, cut, fill, pack, slide
+from minitransformer.data.packing import IGNORE, Documents, TokenStream, cut, fill, pack, slide
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=40)
 HOW = st.sampled_from(["best_fit", "sequential", "concat", "pad"])
@@ -20,8 +20,8 @@ def make_stream(lengths):
     return documents, np.array([t for d in documents for t in [0, *d]] + [0], np.uint16)
 
 
-def lay_out(stream, rows, row_length):
-    return fill(stream, rows, np.arange(len(rows)), row_length)
+def lay_out(stream, rows, row_length, start=0):
+    return fill(TokenStream(stream, 0, start), rows, np.arange(len(rows)), row_length)
 
 
 def test_the_worked_example():
@@ -46,6 +46,17 @@ def test_the_worked_example_as_a_ring():
     assert tokens.tolist() == [[6, 7, 0, 8], [9, 0, 5, 0]]
     assert positions.tolist() == [[0, 1, 2, 3], [0, 1, 2, -1]]
     assert targets.tolist() == [[7, 0, 8, 9], [0, 5, 6, IGNORE]]
+
+
+@pytest.mark.parametrize("how", ["best_fit", "sequential", "concat", "pad"])
+def test_where_the_start_is_not_the_boundary_inputs_hold_one_and_targets_the_other(how):
+    rows = pack(Documents.of([3, 2]), 5, how)
+    (tokens, positions, targets), plain = lay_out(STREAM, rows, 5, start=1), lay_out(STREAM, rows, 5)
+    used = positions >= 0
+    assert tokens[used].tolist() == [i or 1 for i in plain[0][used].tolist()]
+    assert (tokens[~used] == 0).all()
+    assert np.array_equal(positions, plain[1])
+    assert np.array_equal(targets, plain[2])
 
 
 @settings(max_examples=400, deadline=None)

@@ -10,26 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from minitransformer.data.packing import Documents, pack
+from minitransformer.data.packing import Documents, TokenStream, pack
 from minitransformer.data.rows import StepNumbers, TrainingSteps, ValidationSteps
 from minitransformer.data.store import TokenFile
 
 HOW = st.sampled_from(["best_fit", "sequential", "concat", "pad"])
 
 
-class Array(TokenFile):
-    """Ids in memory, for the tests."""
-
-    def __init__(self, array):
-        self.array = array
-
-
-def documents_of(lengths) -> tuple[Array, Documents]:
+def documents_of(lengths) -> tuple[TokenStream, Documents]:
     """Every token of every document is another number; the boundary is 0."""
     numbers = iter(range(1, sum(lengths) + 1))
-    return Array(np.array([t for n in lengths for t in [0, *(next(numbers) for _ in range(n))]] + [0])), Documents.of(
-        lengths
-    )
+    ids = np.array([t for n in lengths for t in [0, *(next(numbers) for _ in range(n))]] + [0])
+    return TokenStream(ids, boundary=0, start=0), Documents.of(lengths)
 
 
 def steps_of(n_documents, batch_size, seed=0, rank=0, ranks=1) -> TrainingSteps:
@@ -91,8 +83,8 @@ def test_a_step_does_not_depend_on_what_was_read_before(how):
 @pytest.fixture
 def on_disk(tmp_path):
     tokens, documents = documents_of(list(range(2, 40)))
-    tokens.array.astype(np.uint16).tofile(tmp_path / "tokens.bin")
-    return TokenFile(tmp_path / "tokens.bin", "uint16"), documents
+    tokens.ids.astype(np.uint16).tofile(tmp_path / "tokens.bin")
+    return TokenFile(tmp_path / "tokens.bin", "uint16", boundary=0, start=0), documents
 
 
 # Inside the first epoch, at its end, and later.

@@ -25,7 +25,7 @@ def opened(tokenizer=BPE, files=("book.txt",), console=QUIET, **settings):
 def texts_of(made, split) -> list[str]:
     documents = split.documents
     pairs = zip(documents.offset.tolist(), documents.length.tolist(), strict=True)
-    return [made.tokenizer.decode(made.tokens.array[o + 1 : o + 1 + n].tolist()) for o, n in pairs]
+    return [made.tokenizer.decode(made.tokens.ids[o + 1 : o + 1 + n].tolist()) for o, n in pairs]
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, ByteConfig(), CharConfig()], ids=lambda c: c.kind)
@@ -38,13 +38,13 @@ def test_the_tokens_are_the_text(tokenizer, batch, workdir, monkeypatch):
     assert sorted(train + validation) == sorted(text.splitlines())
     assert made.train.n_bytes == sum(len(t.encode()) for t in train)
     assert made.validation.n_bytes == sum(len(t.encode()) for t in validation)
-    boundaries = np.flatnonzero(made.tokens.array == made.tokenizer.boundary)
+    boundaries = np.flatnonzero(made.tokens.ids == made.tokenizer.boundary)
     offsets = np.concatenate([made.train.documents.offset, made.validation.documents.offset])
-    assert sorted(boundaries) == [*sorted(offsets), len(made.tokens.array) - 1]
+    assert sorted(boundaries) == [*sorted(offsets), len(made.tokens.ids) - 1]
     whole = opened(tokenizer)
     assert texts_of(whole, whole.train)[0] + texts_of(whole, whole.validation)[0] == text
     ids = whole.tokenizer.encode(texts_of(whole, whole.train)[0])
-    assert whole.tokens.array[1 : 1 + len(ids)].tolist() == ids
+    assert whole.tokens.ids[1 : 1 + len(ids)].tolist() == ids
 
 
 def test_prefixes_are_read_and_not_counted(workdir):
@@ -68,7 +68,7 @@ def test_a_second_run_tokenises_nothing_and_changed_text_is_noticed(workdir, mon
     monkeypatch.setattr(store, "make_tokenizer", lambda *_: pytest.fail("tokenised again"))
     second = opened(console=console)
     assert console.export_text() == ""
-    assert np.array_equal(first.tokens.array, second.tokens.array)
+    assert np.array_equal(first.tokens.ids, second.tokens.ids)
     assert second.limit == first.limit
     (workdir / "book.txt").write_text((workdir / "book.txt").read_text() + "One more line.\n")
     for settings in ({}, dict(documents="line")):

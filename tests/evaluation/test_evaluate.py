@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from minitransformer import load, score
-from minitransformer.checkpoint import checkpoints, read_metrics
+from minitransformer import Tokenizer, load, score
+from minitransformer.checkpoint import checkpoints, read_held_out, read_metrics
 from minitransformer.model.quantize import quantize_int8
-from tests.conftest import ROOT, SMALL, sentences
+from minitransformer.report.reading import read
+from tests.conftest import ROOT, SMALL, sentences, with_start
 
 
 @pytest.fixture
@@ -46,6 +48,46 @@ def test_the_data_of_a_run_of_an_older_version(command, lines):
     assert text.count("  kind: text\n") == 1
     config.write_text(text.replace("  kind: text\n", ""))
     assert command("evaluate", "output=json").out == found
+
+
+@torch.no_grad()
+def plain_nats(model, ids: list[int]) -> list[float]:
+    """Of each id but the first, given all before it, in float64."""
+    log_probs = model.double()(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+    return (-log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]).tolist()
+
+
+@pytest.mark.parametrize("start", ["boundary", "another"])
+def test_all_that_reads_a_document_starts_it_as_training_does(command, workdir, start):
+    words = Tokenizer.bytes() if start == "boundary" else with_start(Tokenizer.bytes())
+    (workdir / "words.json").write_text(words.to_json(), encoding="utf-8")
+    settings = [s for s in SMALL if not s.startswith(("trainer.max_steps", "trainer.val_every"))]
+    result = command(
+        "train", "data=text", "data.files=[book.txt]", "data.documents=line", "tokenizer=pretrained",
+        "tokenizer.name=words.json", "name=run", *settings, "trainer.max_steps=20", "trainer.val_every=20",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    texts = [text for _, text in read_held_out(Path("runs/run"))]
+    evaluated = json.loads(command("evaluate", "output=json").out)
+    assert evaluated["documents"] == len(texts) > 3
+    model, words = load("runs/run")
+    each = [plain_nats(model, [words.start, *words.encode(text), words.boundary]) for text in texts]
+    loss = sum(map(sum, each)) / sum(map(len, each))
+    other = [plain_nats(model, [words.encode("e")[0], *words.encode(text), words.boundary]) for text in texts]
+    assert abs(sum(map(sum, other)) / sum(map(len, other)) - loss) > 1e-3  # what starts a text is seen in its loss
+
+    (logged,) = [metrics["val/loss"] for metrics in read_metrics(Path("runs/run")) if "val/loss" in metrics]
+    assert logged == pytest.approx(loss, abs=1e-4)
+    assert evaluated["loss"] == pytest.approx(loss, abs=1e-4)
+    model, words = load("runs/run")
+    found = [-p for text in texts for p in score(model, words, text).log_probs]
+    assert sum(found) / len(found) == pytest.approx(loss, abs=1e-4)
+    for pieces, nats in zip(read(model, words, [("", text) for text in texts]), each, strict=True):
+        assert sum(piece.nats for piece in pieces) == pytest.approx(sum(nats[:-1]), abs=1e-4 * len(nats))
+    shortest = min(map(len, each))
+    words_of_it = ["evaluate", "output=json", "by_position=true", f"length={shortest}"]
+    by_position = json.loads(command(*words_of_it).out)["loss_by_position"]
+    assert by_position[0] == pytest.approx(sum(nats[0] for nats in each) / len(each), abs=1e-4)
 
 
 def test_given_data_it_is_all_documents(command, trained, workdir):

@@ -8,35 +8,40 @@ import torch
 
 from minitransformer import Tokenizer, score
 from minitransformer.data.documents import Document
-from minitransformer.data.store import end_to_end
+from minitransformer.data.store import token_stream
 from minitransformer.evaluation.scoring import evaluate, lengthened, loss_by_position
 from minitransformer.model.config import POSITIONS, SCALINGS
-from tests.conftest import sentences
+from tests.conftest import sentences, with_start
 from tests.model.models import make
 
-WORDS = Tokenizer.train_bpe([sentences(300)], 300)
+TOKENIZERS = {"start is boundary": Tokenizer.train_bpe([sentences(300)], 300)}
+TOKENIZERS["start is another"] = with_start(TOKENIZERS["start is boundary"])
 TEXTS = [sentences(n, seed=n) for n in (1, 9, 2, 30, 4)]
 
 
-def laid_out(texts, prefixes=None):
-    parts = []
-    documents = [Document([text], prefix) for text, prefix in zip(texts, prefixes or [""] * len(texts), strict=True)]
-    return (lambda found: (np.concatenate(parts), found))(end_to_end(documents, WORDS, np.dtype("u4"), parts.append))
+@pytest.fixture(params=list(TOKENIZERS))
+def words(request) -> Tokenizer:
+    return TOKENIZERS[request.param]
+
+
+def laid_out(words, texts, prefixes=None):
+    prefixes = prefixes or [""] * len(texts)
+    return token_stream((Document([text], prefix) for text, prefix in zip(texts, prefixes, strict=True)), words)
 
 
 @torch.no_grad()
-def nats_alone(model, ids: list[int]) -> np.ndarray:
+def nats_alone(model, words, ids: list[int]) -> np.ndarray:
     """Of each id but the first, given all before it."""
-    logits = model(torch.tensor([ids[:-1]]))[0, :, : WORDS.vocab_size].double()
+    logits = model(torch.tensor([ids[:-1]]))[0, :, : words.vocab_size].double()
     return -logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
 
 
-def by_hand(model, ids: list[int], length: int, stride: int) -> float:
+def by_hand(model, words, ids: list[int], length: int, stride: int) -> float:
     """Each target in the first window, of those that begin at 0, stride, ... and at last at the end, that holds it."""
     n, total, done, begin = len(ids) - 1, 0.0, 0, 0
     while done < n:
         begin = min(begin, max(0, n - length))
-        losses = nats_alone(model, ids[begin : begin + length + 1])
+        losses = nats_alone(model, words, ids[begin : begin + length + 1])
         total += losses[done - begin :].sum()
         done, begin = begin + len(losses), begin + stride
     return total
@@ -44,12 +49,12 @@ def by_hand(model, ids: list[int], length: int, stride: int) -> float:
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 @pytest.mark.parametrize(("length", "stride"), [(32, 32), (32, 16), (32, 5), (20, 1), (64, 32)], ids=str)
-def test_equals_a_loop_over_windows_whatever_the_batch(length, stride, batch_size):
-    model = make(vocab_size=WORDS.vocab_size + 20)  # an embedding that is padded
-    stream, documents = laid_out(TEXTS)
-    found = evaluate(model, WORDS, stream, documents, length, stride, batch_size)
-    ids = [[WORDS.boundary, *WORDS.encode(text), WORDS.boundary] for text in TEXTS]
-    expected = sum(by_hand(model, i, length, stride) for i in ids)
+def test_equals_a_loop_over_windows_whatever_the_batch(words, length, stride, batch_size):
+    model = make(vocab_size=words.vocab_size + 20)  # an embedding that is padded
+    stream, documents = laid_out(words, TEXTS)
+    found = evaluate(model, words, stream, documents, length, stride, batch_size)
+    ids = [[words.start, *words.encode(text), words.boundary] for text in TEXTS]
+    expected = sum(by_hand(model, words, i, length, stride) for i in ids)
     assert found.nats == pytest.approx(expected, rel=1e-6)
     assert found.tokens == sum(len(i) - 1 for i in ids)
     assert found.n_bytes == sum(len(text.encode()) for text in TEXTS)
@@ -59,36 +64,36 @@ def test_equals_a_loop_over_windows_whatever_the_batch(length, stride, batch_siz
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_documents_that_fit_score_as_score_says(position):
-    model = make(position, vocab_size=WORDS.vocab_size)
+def test_documents_that_fit_score_as_score_says(words, position):
+    model = make(position, vocab_size=words.vocab_size)
     short = TEXTS[:1] + TEXTS[2:3] + [""]
-    stream, documents = laid_out(short)
-    expected = -sum(sum(score(model, WORDS, text).log_probs) for text in short)
-    assert evaluate(model, WORDS, stream, documents, 64, 32).nats == pytest.approx(expected, rel=1e-6)
+    stream, documents = laid_out(words, short)
+    expected = -sum(sum(score(model, words, text).log_probs) for text in short)
+    assert evaluate(model, words, stream, documents, 64, 32).nats == pytest.approx(expected, rel=1e-6)
 
 
-def test_prefixes_are_read_and_not_scored():
-    model = make(vocab_size=WORDS.vocab_size)
-    stream, documents = laid_out(["Bob sees the cat.\n"], ["Ann draws the dog.\n"])
-    ids = [WORDS.boundary, *WORDS.encode("Ann draws the dog.\n"), *WORDS.encode("Bob sees the cat.\n"), WORDS.boundary]
-    n = len(WORDS.encode("Bob sees the cat.\n")) + 1
-    found = evaluate(model, WORDS, stream, documents, 64, 64)
-    assert found.nats == pytest.approx(nats_alone(model, ids)[-n:].sum(), rel=1e-6)
+def test_prefixes_are_read_and_not_scored(words):
+    model = make(vocab_size=words.vocab_size)
+    stream, documents = laid_out(words, ["Bob sees the cat.\n"], ["Ann draws the dog.\n"])
+    ids = [words.start, *words.encode("Ann draws the dog.\n"), *words.encode("Bob sees the cat.\n"), words.boundary]
+    n = len(words.encode("Bob sees the cat.\n")) + 1
+    found = evaluate(model, words, stream, documents, 64, 64)
+    assert found.nats == pytest.approx(nats_alone(model, words, ids)[-n:].sum(), rel=1e-6)
     assert (found.tokens, found.n_bytes) == (n, len("Bob sees the cat.\n"))
 
 
-def test_loss_by_position_is_the_mean_over_whole_stretches():
-    model = make(vocab_size=WORDS.vocab_size)
-    stream, documents = laid_out(TEXTS)
-    losses, tokens = loss_by_position(model, WORDS, stream, documents, 32, batch_size=2)
+def test_loss_by_position_is_the_mean_over_whole_stretches(words):
+    model = make(vocab_size=words.vocab_size)
+    stream, documents = laid_out(words, TEXTS)
+    losses, tokens = loss_by_position(model, words, stream, documents, 32, batch_size=2)
     stretches = []
     for text in TEXTS:
-        ids = [WORDS.boundary, *WORDS.encode(text), WORDS.boundary]
-        stretches += [nats_alone(model, ids[i : i + 33]) for i in range(0, len(ids) - 32, 32)]
+        ids = [words.start, *words.encode(text), words.boundary]
+        stretches += [nats_alone(model, words, ids[i : i + 33]) for i in range(0, len(ids) - 32, 32)]
     assert tokens.tolist() == [len(stretches)] * 32
     np.testing.assert_allclose(losses, np.mean(stretches, axis=0), rtol=1e-5)
     with pytest.raises(ValueError, match="length=5000: the longest document has"):
-        loss_by_position(model, WORDS, stream, documents, 5000)
+        loss_by_position(model, words, stream, documents, 5000)
 
 
 @pytest.mark.parametrize("position", [p for p in POSITIONS if p != "learned"])

@@ -32,7 +32,7 @@ from minitransformer.report import page as pages
 from minitransformer.report.reading import attention, read, shown
 from minitransformer.report.record import Record
 from minitransformer.words import short
-from tests.conftest import SMALL, as_a_user_without_rights, sentences
+from tests.conftest import SMALL, as_a_user_without_rights, sentences, with_start
 
 HOSTILE = "</script><script>window.hit = 1</script><b>\"'&amp; `${1}` {{ 7*7 }} 🦉 \x1b[31m\x00 \u202eevil\n"
 HOSTILE += "<img src=x onerror=hit()>"
@@ -64,6 +64,11 @@ def make_run(path: Path, overrides=(), steps=(10, 20, 30), scale=1.0, model=None
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train_bpe([sentences(300)], 300)
+
+
+@pytest.fixture(scope="module", params=["start is boundary", "start is another"])
+def words(request, tokenizer) -> Tokenizer:
+    return tokenizer if request.param == "start is boundary" else with_start(tokenizer)
 
 
 def make_model(tokenizer: Tokenizer, **settings) -> Transformer:
@@ -98,11 +103,11 @@ def others(run) -> list[Path]:
 # Numbers ---------------------------------------------------------------------------------------------------------
 
 
-def test_losses_are_those_of_score(tokenizer):
-    model, text = make_model(tokenizer), "Ann sees the cat.\n"
-    (pieces,) = read(model, tokenizer, [("", text)])
-    expected = score(model, tokenizer, text)
-    assert [piece.text for piece in pieces] == [tokenizer.decode([i]) for i in expected.tokens[:-1]]
+def test_losses_are_those_of_score(words):
+    model, text = make_model(words), "Ann sees the cat.\n"
+    (pieces,) = read(model, words, [("", text)])
+    expected = score(model, words, text)
+    assert [piece.text for piece in pieces] == [words.decode([i]) for i in expected.tokens[:-1]]
     assert [piece.nats for piece in pieces] == pytest.approx([-p for p in expected.log_probs[:-1]], rel=1e-4)
 
 
@@ -117,24 +122,24 @@ def test_the_bytes_of_a_character_are_one_piece():
     assert [bool(piece.guess) for piece in pieces] == [True, False, False, True]
 
 
-def test_a_long_text_is_read_in_pieces_each_with_the_token_before_it(tokenizer):
+def test_a_long_text_is_read_in_pieces_each_with_the_token_before_it(words):
     """Worked out piece by piece, from the definition: no token is left out, none read twice."""
-    model, text = make_model(tokenizer, max_seq_len=16), "Ann sees the cat.\n" * 9
-    ids = [tokenizer.boundary, *tokenizer.encode(text)]
+    model, text = make_model(words, max_seq_len=16), "Ann sees the cat.\n" * 9
+    ids = [words.start, *words.encode(text)]
     expected = []
     for start in range(0, len(ids) - 1, 16):
         part = torch.tensor([ids[start : start + 17]])
         with torch.no_grad():
             log_probs = model(part[:, :-1]).double().log_softmax(-1)[0]
         expected += [-log_probs[i, target].item() for i, target in enumerate(part[0, 1:])]
-    (pieces,) = read(model, tokenizer, [("", text)])
+    (pieces,) = read(model, words, [("", text)])
     assert [piece.nats for piece in pieces] == pytest.approx(expected, rel=1e-4)
 
 
-def test_texts_do_not_see_each_other_and_prefixes_have_no_loss(tokenizer):
-    model = make_model(tokenizer)
-    alone = read(model, tokenizer, [("", "Ann sees the dog.")])[0]
-    _, second, third = read(model, tokenizer, [("", "Bob."), ("", "Ann sees the dog."), ("What is it? ", "Ann draws.")])
+def test_texts_do_not_see_each_other_and_prefixes_have_no_loss(words):
+    model = make_model(words)
+    alone = read(model, words, [("", "Ann sees the dog.")])[0]
+    _, second, third = read(model, words, [("", "Bob."), ("", "Ann sees the dog."), ("What is it? ", "Ann draws.")])
     assert [piece.nats for piece in second] == pytest.approx([piece.nats for piece in alone], rel=1e-4)
     seen = [piece.text for piece in third if piece.nats is None]
     assert "".join(seen) == "What is it? "
@@ -142,19 +147,19 @@ def test_texts_do_not_see_each_other_and_prefixes_have_no_loss(tokenizer):
     assert third[len(seen) - 1].guess == ""
 
 
-def test_the_guess_is_the_likeliest_token(tokenizer):
-    model = make_model(tokenizer)
-    pieces = read(model, tokenizer, [("", "Ann sees")])[0]
+def test_the_guess_is_the_likeliest_token(words):
+    model = make_model(words)
+    pieces = read(model, words, [("", "Ann sees")])[0]
     with torch.no_grad():
-        p = model(torch.tensor([[tokenizer.boundary]])).softmax(-1)[0, 0]
-    assert pieces[0].guess == shown(tokenizer, int(p.argmax()))
+        p = model(torch.tensor([[words.start]])).softmax(-1)[0, 0]
+    assert pieces[0].guess == shown(words, int(p.argmax()))
     assert pieces[0].probability == pytest.approx(p.max().item(), rel=1e-4)
 
 
-def test_maps_are_the_weights_of_the_heads_with_the_lowest_entropy(tokenizer):
-    model, text = make_model(tokenizer, n_layers=3), sentences(5)
-    names, maps = attention(model, tokenizer, [("", "Bob."), ("", text)])
-    ids = torch.tensor([[tokenizer.boundary, *tokenizer.encode(text)][: len(names)]])
+def test_maps_are_the_weights_of_the_heads_with_the_lowest_entropy(words):
+    model, text = make_model(words, n_layers=3), sentences(5)
+    names, maps = attention(model, words, [("", "Bob."), ("", text)])
+    ids = torch.tensor([[words.start, *words.encode(text)][: len(names)]])
     assert len(names) == 20
     assert [found.layer for found in maps] == [0, 0, 1, 1, 2, 2]
     for layer in range(3):

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitransformer.data.packing import IGNORE, Documents, fill, pack
+from minitransformer.data.packing import IGNORE, Documents, TokenStream, fill, pack
 from minitransformer.data.rows import make_batch
 from minitransformer.model.config import BIASED_POSITIONS, POSITIONS
 from minitransformer.training import loss
@@ -83,7 +83,7 @@ def test_a_packed_batch_has_the_loss_of_its_documents_alone(position, kind, pack
     documents = [[*range(1 + 3 * d, 1 + 3 * d + n)] for d, n in enumerate([5, 11, 0, 3, 14, 1, 8])]
     stream = np.array([t for d in documents for t in [0, *d]] + [0])
     rows = pack(Documents.of([len(d) for d in documents]), 16, packing)
-    batch = make_batch(fill(stream, rows, np.arange(len(rows)), 16))
+    batch = make_batch(fill(TokenStream(stream, 0, 0), rows, np.arange(len(rows)), 16))
 
     def mean_loss(tokens, positions, targets):
         x, _ = model.features(tokens, positions)
