@@ -66,7 +66,7 @@ from minitransformer.training.callbacks import (
     Sampler,
 )
 from minitransformer.training.config import LoRAConfig, RangeConfig, TrainConfig, inherit, time_name
-from minitransformer.training.logging import RunLogger, make_loggers
+from minitransformer.training.logging import RunLogger, check_wandb, make_loggers, resolved
 from minitransformer.training.lora import add_adapters, fingerprint
 from minitransformer.training.module import LanguageModel
 from minitransformer.training.optimizers import check_resumable, make_optimizer
@@ -105,6 +105,7 @@ def train(
     device = choose_device(config.trainer.device)
     precision = choose_precision(config.trainer.precision, device)
     _check_device(config, device)
+    wandb_settings = check_wandb(config, given)
     run, saved = _resume(config, console)
     base, tokenizer = None, config.tokenizer
     if config.init_from is not None:
@@ -157,10 +158,11 @@ def train(
         rewind(run, step)
         point_latest(run, Path(config.runs_dir))
         about = {"code": code_version(), "fingerprints": data.fingerprints, "parameters": parameter_count(model_config)}
-        loggers, line = make_loggers(config, run, about, console)
-        facts = summary(console, config, run, model, data, device, precision, line)
+        everything = resolved(config, model_config, row_length) | about
+        loggers, logged = make_loggers(config, run, everything, wandb_settings, console)
+        facts = summary(console, config, run, model, data, device, precision, logged["logging"])
         start = {"command": command, "max_steps": config.trainer.max_steps}
-        add_start(run, step, start | about | facts)
+        add_start(run, step, start | about | logged | facts)
         return loggers
 
     directory = RunDirectory(lambda: run or _new_directory(config, sweep_dir), begin)

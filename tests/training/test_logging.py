@@ -35,8 +35,13 @@ OFFLINE = [*TEXT, *(s for s in SMALL if s != "logger=none"), "callbacks.keep_che
 
 
 def offline_run(run: Path) -> OfflineRun:
-    """Of a run that has ended: W&B's own process writes the end of its file a moment later."""
+    """Of a run that has ended."""
     (folder,) = run.glob("wandb/offline-run-*")
+    return ended(folder)
+
+
+def ended(folder: Path) -> OfflineRun:
+    """W&B's own process writes the end of its file a moment later."""
     for _ in range(100):
         found = OfflineRun(folder)
         if found.code is not None:
@@ -76,7 +81,15 @@ def test_an_offline_run_holds_everything(command, workdir):
     for step, png in read_attention(run):
         assert Image.open(found.files / pictures[step]).tobytes() == Image.open(BytesIO(png)).tobytes()
     config = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    for group in ("model", "data"):  # what null stands for is said
+        told = found.config[group]
+        config[group] |= {name: told[name] for name, value in config[group].items() if value is None}
+    config["model"]["attention"] = found.config["model"]["attention"]
     assert {name: found.config[name] for name in config} == config
+    told = found.config["model"] | found.config["data"]
+    sizes = {"n_kv_heads": 4, "d_head": 8, "d_ff": 128, "vocab_size": 300, "row_length": 32}
+    assert {name: told[name] for name in sizes} == sizes
+    assert (told["attention"]["score_width"], told["attention"]["qkv_bias"]) == (8, False)
     assert found.config["parameters"] == sum(w.numel() for w in load_file(run / "model.safetensors").values())
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|\d+\.\d+\.\d+", found.config["code"])
     assert set(found.config["fingerprints"]) == {"data", "tokenizer"}
@@ -132,6 +145,7 @@ def test_what_an_offline_run_is_given_again_keeps_its_time(command, workdir):
     begin = time.time()
     assert command("train", *settings, "trainer.max_steps=6").code == 0
     run, between = workdir / "runs/mine", time.time()
+    next(run.glob("wandb/offline-run-*/last-step.txt")).unlink()  # as after a kill
     before = read_metrics(run)
     assert all(begin < moment["time"] < between for moment in before)
     assert [moment["time"] for moment in before] == sorted(moment["time"] for moment in before)
@@ -141,6 +155,102 @@ def test_what_an_offline_run_is_given_again_keeps_its_time(command, workdir):
     assert {step: found[step] for step in times} == times
     assert min(found[step] for step in (8, 9, 10)) > between
     assert not any("time" in row for row in offline_run(run).history.values())
+
+
+def test_an_offline_run_that_goes_on_adds_to_what_it_has(command, workdir):
+    """What W&B measured itself (system metrics, the time that it took) is in each piece, and no step is in two."""
+    settings = [*OFFLINE, "schedule=constant", "name=mine"]
+    for steps in (6, 10):
+        assert command("train", *settings, f"trainer.max_steps={steps}", "resume=auto").code == 0
+    run = workdir / "runs/mine"
+    pieces = [ended(folder) for folder in sorted(run.glob("wandb/offline-run-*"))]
+    assert [list(piece.history) for piece in pieces] == [[2, 3, 4, 6], [8, 9, 10]]
+    assert {step: timeless(row) for piece in pieces for step, row in piece.history.items()} == by_step(run)
+    assert [step for piece in pieces for step, _ in piece.samples()] == [3, 6, 9, 10]
+    assert len({piece.id for piece in pieces}) == 1
+    assert all(piece.stats for piece in pieces)
+    # From an earlier checkpoint the pieces hold too much: all is given again.
+    earlier = f"resume={run / 'checkpoints/step-00000004.ckpt'}"
+    assert command("train", *settings, "trainer.max_steps=8", earlier).code == 0
+    assert list(offline_run(run).history) == [2, 3, 4, 6, 8]
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """environment(NAME=value, ...) sets variables as W&B will find them."""
+
+    def set_all(**values: str) -> None:
+        wandb.teardown()  # it remembers where it was
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    yield set_all
+    monkeypatch.undo()
+    wandb.teardown()
+
+
+VARIABLES = {
+    "WANDB_PROJECT": "project", "WANDB_ENTITY": "entity", "WANDB_NAME": "display_name", "WANDB_RUN_GROUP": "run_group",
+    "WANDB_NOTES": "notes", "WANDB_JOB_TYPE": "job_type", "WANDB_RUN_ID": "run_id",
+}  # fmt: skip
+
+
+def test_the_environment_of_wandb_holds_where_the_command_line_is_silent(command, workdir, environment):
+    environment(**{name: f"my-{name[6:].lower()}" for name in VARIABLES}, WANDB_TAGS="one,two", WANDB_MODE="dryrun",
+                WANDB_DIR=str(workdir / "elsewhere"))  # fmt: skip
+    (workdir / "elsewhere").mkdir()
+    quick = [*OFFLINE, "callbacks.sample_every=0"]
+    for more in (["trainer.max_steps=6"], ["trainer.max_steps=8", "resume=auto"]):
+        result = command("train", *quick, *more, f"runs_dir={workdir}/r")
+        assert result.code == 0, result.err
+    assert not list(workdir.glob("r/*/wandb"))
+    folders = sorted(workdir.glob("elsewhere/wandb/offline-run-*"))
+    for folder in folders:
+        run = ended(folder).run
+        assert {name: getattr(run, field) for name, field in VARIABLES.items()} == {
+            name: f"my-{name[6:].lower()}" for name in VARIABLES
+        }
+        assert list(run.tags) == ["one", "two"]
+    assert [list(ended(folder).history) for folder in folders] == [[2, 3, 4, 6], [8]]
+    assert f"wandb sync {workdir}/elsewhere/wandb/offline-run-*-my-run_id" in result.out
+    given = ["logger.project=p", "logger.entity=e", "logger.tags=[t]", "name=mine"]
+    assert command("train", *quick, *given, f"runs_dir={workdir}/s").code == 0
+    run = ended(max(workdir.glob("elsewhere/wandb/offline-run-*"), key=lambda folder: folder.stat().st_mtime_ns)).run
+    assert (run.project, run.entity, run.display_name, list(run.tags)) == ("p", "e", "mine", ["t"])
+    assert (run.run_group, run.notes, run.job_type) == ("my-run_group", "my-notes", "my-job_type")
+
+
+@pytest.mark.parametrize("variable", ["WANDB_DISABLED=true", "WANDB_MODE=disabled"])
+def test_wandb_can_be_turned_off_in_the_environment(command, workdir, environment, variable):
+    environment(**dict([variable.split("=")]))
+    result = command("train", *OFFLINE, "name=mine")
+    assert result.code == 0, result.err
+    assert not (workdir / "runs/mine/wandb").exists()
+    assert list(by_step(workdir / "runs/mine")) == [2, 3, 4, 6]
+    if variable == "WANDB_DISABLED=true":
+        assert command("train", *OFFLINE, "name=mine", "logger.mode=offline").code == 0
+        assert list((workdir / "runs").glob("mine*/wandb"))
+
+
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"WANDB_API_KEY": "short", "WANDB_MODE": "online"}, ["WANDB_API_KEY", "40+ characters, has 5"]),
+    ({"WANDB_MODE": "online"}, ["no key", "wandb login", "logger.mode=offline"]),
+    ({"WANDB_MODE": "shared"}, ["WANDB_MODE='shared'", "online, offline, disabled"]),
+    ({"WANDB_MODE": "loud"}, ["mode='loud'", "'online'"]),
+    ({"WANDB_PROJECT": "a/b"}, ["project name 'a/b'"]),
+    ({"WANDB_RUN_ID": "a/b"}, ["Run ID"]),
+    ({"WANDB_SILENT": "maybe"}, ["silent='maybe'", "boolean"]),
+    ({"logger.project": "a/b"}, ["project name 'a/b'"]),
+    ({"logger.tags": "['']"}, ["run_tags", "Tag at index 0 is empty"]),
+])  # fmt: skip
+def test_what_wandb_does_not_take_is_said_before_anything_is_made(command, workdir, environment, variables, words):
+    environment(HOME=str(workdir), **{name: value for name, value in variables.items() if name.startswith("WANDB")})
+    settings = [f"{name}={value}" for name, value in variables.items() if name.startswith("logger")]
+    result = command("train", *OFFLINE, "name=mine", *settings)
+    assert result.code == 1
+    assert len(result.err.splitlines()) == 1, result.err
+    assert all(word in result.err for word in words), result.err
+    assert not (workdir / "runs").exists()
 
 
 @pytest.fixture
@@ -187,6 +297,17 @@ def test_an_offline_run_is_uploaded_whole_and_again_when_it_went_on(command, wor
         (id,) = server.runs
         assert {row["_step"]: timeless(row) for row in server.history(id)} == by_step(workdir / "runs/mine")
     assert not list((workdir / "runs/mine/wandb").glob("offline-run-*"))
+
+
+def test_a_key_that_the_server_does_not_know_leaves_an_offline_run(command, workdir, server):
+    server.knows_key = False
+    result = command("train", *OFFLINE, "name=mine")
+    assert result.code == 0, result.err
+    assert "logging   wandb offline (user is not logged in); upload with: wandb sync runs/mine" in result.out
+    assert list(offline_run(workdir / "runs/mine").history) == [2, 3, 4, 6]
+    assert [path.name for path in workdir.glob("runs/mine/wandb/*run-2*")] == [
+        path.name for path in workdir.glob("runs/mine/wandb/offline-run-*")
+    ]
 
 
 def test_training_goes_on_when_wandb_cannot_be_reached_any_more(command, workdir, server, monkeypatch):

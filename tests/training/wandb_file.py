@@ -29,13 +29,14 @@ def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
 
 
 class OfflineRun:
-    """id, config, history (step -> metrics), artifacts, code (of exit), and the rows of the table `samples`."""
+    """run (name, project and so on), id, config, history (step -> metrics), artifacts, code (of exit), stats (how many
+    system metrics), and the rows of the table `samples`."""
 
     def __init__(self, folder: Path):
         (path,) = folder.glob("*.wandb")
         found = list(records(path))
         run = next((r.run for r in found if r.WhichOneof("record_type") == "run"), wandb_internal_pb2.RunRecord())
-        self.id, self.config = run.run_id, {u.key: json.loads(u.value_json) for u in run.config.update}
+        self.run, self.id, self.config = run, run.run_id, {u.key: json.loads(u.value_json) for u in run.config.update}
         self.history: dict[int, dict] = {}
         for record in found:
             if record.WhichOneof("record_type") == "history":
@@ -44,6 +45,7 @@ class OfflineRun:
                 self.history[row["_step"]] = row
         self.artifacts = [r.artifact for r in found if r.WhichOneof("record_type") == "artifact"]
         self.code = next((r.exit.exit_code for r in found if r.WhichOneof("record_type") == "exit"), None)
+        self.stats = sum(r.WhichOneof("record_type") == "stats" for r in found)
         self.files = folder / "files"
 
     def samples(self) -> list[list]:

@@ -9,9 +9,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Server(ThreadingHTTPServer):
-    """runs: id -> file name -> line number -> line, as clients sent them; `close` makes it unreachable."""
+    """runs: id -> file name -> line number -> line, as clients sent them; `close` makes it unreachable.
+
+    knows_key: else it answers with 401.
+    """
 
     daemon_threads = True
+    knows_key = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -80,9 +84,9 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
 
-    def reply(self, content: dict) -> None:
+    def reply(self, content: dict, status: int = 200) -> None:
         body = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -97,7 +101,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.body()
-        if self.path == "/graphql":
+        if not self.server.knows_key:
+            self.reply({"errors": [{"message": "user is not logged in"}]}, 401)
+        elif self.path == "/graphql":
             request = json.loads(body)
             operation = request.get("operationName") or re.search(r"(?:query|mutation)\s+(\w+)", request["query"])[1]
             self.server.seen.append(operation)
