@@ -3,6 +3,7 @@
 import ctypes
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +15,52 @@ except ImportError:  # not on Windows
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device to train on.
+
+    memory: GB. half, full: dense operations a second at most, in 10^12, of matrix products in bf16 and in fp32.
+    pattern: is found in the name that torch has for it; None for a CPU.
+    bf16: where it is missing, train.py trains in fp32 unless trainer.precision=16-mixed; `half` is of fp16 then.
+    """
+
+    memory: float
+    half: float
+    full: float
+    pattern: str | None
+    bf16: bool = True
+
+
+# From the makers' data sheets, without sparsity; the laptop's are those of 8 cores with AVX2 and half of 32 GB.
+DEVICES = {
+    "laptop-cpu": Device(16, 0.5, 0.5, None, bf16=False),
+    "t4": Device(16, 65, 8.1, r"\bT4$", bf16=False),
+    "rtx3090": Device(24, 71, 35.6, r"RTX 3090$"),
+    "rtx4090": Device(24, 165, 82.6, r"RTX 4090$"),
+    "rtx5090": Device(32, 210, 104.8, r"RTX 5090$"),
+    "a6000": Device(48, 155, 38.7, r"RTX A6000$"),
+    "6000-ada": Device(48, 364, 91.1, r"RTX 6000 Ada"),
+    "a10": Device(24, 125, 31.2, r"\bA10$"),
+    "l4": Device(24, 121, 30.3, r"\bL4$"),
+    "l40s": Device(48, 362, 91.6, r"\bL40S$"),
+    "a100-40gb": Device(40, 312, 19.5, r"\bA100.*40GB"),
+    "a100-80gb": Device(80, 312, 19.5, r"\bA100.*80GB"),
+    "h100": Device(80, 989, 67, r"\bH100 80GB HBM3"),
+    "h100-pcie": Device(80, 756, 51, r"\bH100 PCIe"),
+    "h100-nvl": Device(94, 835, 60, r"\bH100 NVL"),
+    "gh200": Device(96, 989, 67, r"\bGH200 480GB"),
+    "h200": Device(141, 989, 67, r"\bH200$"),
+    "b200": Device(180, 2250, 75, r"\bB200$"),
+    "mi300x": Device(192, 1307, 163.4, r"\bMI300X"),
+}
+
+
+def known_device(name: str) -> Device | None:
+    """The device that torch calls `name`; None where the table lacks it."""
+    known = (device for device in DEVICES.values() if device.pattern is not None)
+    return next((device for device in known if re.search(device.pattern, name)), None)
 
 
 def choose_device(name: str) -> torch.device:

@@ -6,7 +6,7 @@ Everything is worked out from the config by `model.cost`; no model is built and 
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from minitransformer.data.config import BPEConfig, ByteConfig, FilesConfig, Pret
 from minitransformer.data.documents import file_documents, stdlib_documents
 from minitransformer.data.files import COMPRESSED, TABLES, expand, kind
 from minitransformer.data.tokenizer import Tokenizer
+from minitransformer.device import DEVICES
 from minitransformer.model.checks import choose
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.cost import (
@@ -38,35 +39,6 @@ EPOCHS = 4  # that are about as good as new text (Muennighoff et al. 2023)
 # Of a device's memory: torch itself needs some, and some is lost between blocks, on a CPU a third (glibc's malloc).
 USABLE = {True: 0.9, False: 0.6}
 SAMPLE = 2**20  # characters among which those of a character tokenizer are counted
-
-
-@dataclass(frozen=True)
-class Device:
-    """memory: GB. half, full: dense operations a second at most, in 10^12, of matrix products in bf16 and in fp32.
-
-    bf16: where it is missing, train.py trains in fp32 unless trainer.precision=16-mixed.
-    """
-
-    memory: float
-    half: float
-    full: float
-    bf16: bool = True
-
-
-# From the makers' data sheets, without sparsity; the laptop's are those of 8 cores with AVX2 and half of 32 GB.
-DEVICES = {
-    "laptop-cpu": Device(16, 0.5, 0.5, bf16=False),
-    "t4": Device(16, 65, 8.1, bf16=False),
-    "rtx3090": Device(24, 71, 35.6),
-    "rtx4090": Device(24, 165, 82.6),
-    "a10": Device(24, 125, 31.2),
-    "l4": Device(24, 121, 30.3),
-    "a100-40gb": Device(40, 312, 19.5),
-    "a100-80gb": Device(80, 312, 19.5),
-    "h100": Device(80, 989, 67),
-    "h200": Device(141, 989, 67),
-    "mi300x": Device(192, 1307, 163.4),
-}
 
 
 def run(config: ExplainConfig, given: Sequence[str] = ()) -> None:

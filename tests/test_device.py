@@ -59,3 +59,20 @@ def test_elsewhere_it_is_what_getrusage_says_in_its_unit(monkeypatch, tmp_path, 
     monkeypatch.setattr(sys, "platform", system)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert device.peak_memory() == pytest.approx(kilobytes * unit, rel=0.1)
+
+
+# Dense bf16 (T4: fp16) operations a second of the makers' data sheets, in 10^12, by the names that drivers report.
+PEAKS = {
+    "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 NVL": 835, "NVIDIA H100 PCIe": 756,
+    "NVIDIA B200": 2250, "NVIDIA GH200 480GB": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312, "NVIDIA L40S": 362, "NVIDIA L4": 121, "NVIDIA GeForce RTX 4090": 165,
+    "NVIDIA GeForce RTX 3090": 71, "NVIDIA GeForce RTX 5090": 210, "NVIDIA RTX 6000 Ada Generation": 364,
+    "NVIDIA RTX A6000": 155, "NVIDIA A10": 125, "Tesla T4": 65, "AMD Instinct MI300X": 1307,
+    "NVIDIA A10G": None, "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA L40": None, "Quadro T400": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_gpu_is_known_by_its_name(name):
+    found = device.known_device(name)
+    assert (None if found is None else found.half) == PEAKS[name]

@@ -51,17 +51,17 @@ class LinearAttention(MultiHeadAttention):
         q, k, v = self.project(x, None if position is None else visibility.rotation(position))
         k, v = repeat_heads(k, self.n_heads), repeat_heads(v, self.n_heads)
         state = None if cache is None else cache.states[layer]
+        if return_weights and cache is not None:
+            raise ValueError("linear attention keeps no keys: its weights cannot be shown with a cache")
+        weights = None
         with torch.autocast(x.device.type, enabled=False):  # which would cast the products
             q, k, v = self.features(q), self.features(k), v.float()
             output, state = causal_linear_attention(q, k, v, visibility.query_positions, state)
+            if return_weights:
+                weights = (q @ k.mT) * visibility.dense
+                weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
         if cache is not None:
             cache.states[layer] = state
-        weights = None
-        if return_weights:
-            if cache is not None:
-                raise ValueError("linear attention keeps no keys: its weights cannot be shown with a cache")
-            weights = (q @ k.mT) * visibility.dense
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
         return self.output(output.to(x.dtype).transpose(1, 2).flatten(2)), weights
 
 

@@ -51,7 +51,7 @@ class Interrupted(Exception):
 
 
 class DivergedError(ValueError):
-    """Too many steps in a row had a loss or gradient that was not finite."""
+    """The validation loss, or the loss or gradient of the last steps, was not finite. The state was saved."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -163,14 +163,15 @@ class Checkpointer(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.save(trainer, module)
         self._restore_handlers()
-        if module.skipped_in_row >= self.max_skipped:
+        if module.skipped_in_row:
             self._diverged(module, trainer.global_step)
 
     def _diverged(self, module: LanguageModel, step: int) -> None:
         good = [p for p in checkpoints(self.run) if p <= checkpoint_path(self.run, step - module.skipped_in_row)]
         before = f"; the last checkpoint before that is {good[-1]}" if good else ""
         raise DivergedError(
-            f"loss or gradient was not finite in the last {module.skipped_in_row} steps (trainer.max_skipped); "
+            f"loss or gradient was not finite in the last {module.skipped_in_row} steps "
+            f"(trainer.max_skipped={self.max_skipped}); "
             f"the state after step {step} is in {checkpoint_path(self.run, step)}{before}; try a lower optimizer.lr"
         )
 

@@ -57,7 +57,7 @@ class AdamWConfig(Choice):
             raise ValueError(f"optimizer.betas={list(self.betas)} must be two numbers")
         for beta in self.betas:
             fraction("optimizer.betas", beta)
-        at_least("optimizer.eps", self.eps, 0)
+        at_least("optimizer.eps", self.eps, 1e-30)  # a zero gradient would be divided by 0, which fp32 makes of less
         at_least("optimizer.weight_decay", self.weight_decay, 0)
 
 

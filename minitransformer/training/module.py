@@ -9,15 +9,14 @@ from dataclasses import asdict
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from torch import Tensor, nn
 
 from minitransformer.checkpoint import HEADER, describe
 from minitransformer.data.packing import IGNORE
 from minitransformer.data.rows import Batch
 from minitransformer.data.tokenizer import Tokenizer
-from minitransformer.device import peak_memory
-from minitransformer.model.cost import flops_per_token
+from minitransformer.device import known_device, peak_memory
+from minitransformer.model.cost import adapter_parameters, flops_per_token
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import TrainConfig
 from minitransformer.training.lora import ADAPTER, fingerprint, merged
@@ -41,6 +40,13 @@ def norm_of(tensors: Iterable[Tensor | None]) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
+def micro_batches(batch: Batch, n: int) -> list[Batch]:
+    """The rows of a batch in at most `n` parts, each of which knows the targets of the whole step."""
+    rows = -(-len(batch.tokens) // n)
+    parts = zip(*(x.split(rows) for x in batch[:3]), strict=True)
+    return [Batch(*part, batch.step_targets) for part in parts]
+
+
 class LanguageModel(pl.LightningModule):
     """Trains a `Transformer` on batches that each are one whole optimizer step.
 
@@ -58,6 +64,7 @@ class LanguageModel(pl.LightningModule):
         self.model, self.tokenizer, self.config, self.settings = model, tokenizer, config, config.trainer
         self.n_bytes, self.n_rows = n_bytes, n_rows
         self.strict_loading = not config.lora.rank  # a checkpoint of adapters leaves out what is frozen
+        self.frozen = fingerprint(model) if config.lora.rank else None  # as loaded, before a precision rounds it
         self.model.checkpoint_gradients(self.settings.gradient_checkpointing, self.settings.checkpoint_blocks)
         if self.settings.compile:
             self.model.compile_blocks()
@@ -99,21 +106,35 @@ class LanguageModel(pl.LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
         nats = torch.zeros((), device=self.device)
-        rows = -(-len(batch.tokens) // settings.accumulate)
-        for start in range(0, len(batch.tokens), rows):
-            part = Batch(*(x[start : start + rows] for x in batch[:3]), batch.step_targets)
-            last = start + rows >= len(batch.tokens)
-            with nullcontext() if last or self.trainer.world_size == 1 else self.trainer.strategy.block_backward_sync():
+        parts = micro_batches(batch, settings.accumulate)
+        for part in parts:
+            alone = part is parts[-1] or self.trainer.world_size == 1
+            with nullcontext() if alone else self.trainer.strategy.block_backward_sync():
                 objective, part_nats = self.loss_sums(part, settings.label_smoothing, settings.z_loss)
-                # Ranks average their gradients; times their number, the average is the sum over the step's targets.
-                # A step may have none of these where rows hold long prefixes.
-                self.manual_backward(objective * (self.trainer.world_size / max(1, batch.step_targets)))
+                self._backward(objective, batch.step_targets)
             nats += part_nats
-        optimizer.step()  # by way of `on_before_optimizer_step`
+        with self._without_autocast():
+            optimizer.step()  # by way of `on_before_optimizer_step`
         optimizer.zero_grad()
         if batch.state is not None:
             self.trainer.datamodule.stream_state = batch.state
         self._count(nats, batch.step_targets, factor, step + 1)
+
+    def _backward(self, objective: Tensor, step_targets: int) -> None:
+        # Ranks average their gradients; times their number, the average is the sum over the step's targets.
+        # A step may have none of these where rows hold long prefixes.
+        scale = self.trainer.world_size / max(1, step_targets)
+        # A loss that is not finite makes the whole gradient NaN, so all ranks see it and drop the step.
+        scale = torch.where(objective.isfinite(), scale, math.nan)
+        with self._without_autocast():
+            self.manual_backward(objective * scale)
+
+    def _without_autocast(self) -> torch.autocast:
+        """The backward pass takes the dtypes of the forward pass, the optimizer those of the weights.
+
+        Lightning's autocast would cast what both do in fp32.
+        """
+        return torch.autocast(self.device.type, enabled=False)
 
     def _seed_dropout(self, step: int) -> None:
         """Dropout is a function of (seed, step, rank), so a resumed run needs to remember nothing of it."""
@@ -182,8 +203,7 @@ class LanguageModel(pl.LightningModule):
         if self.n_rows is not None:
             metrics["data/epoch"] = step * self.config.data.batch_size / self.n_rows
         if peak := self.peak_flops():
-            flops = flops_per_token(self.model.config, training=True) * tokens_per_s
-            metrics["speed/mfu"] = flops / (peak * self.trainer.world_size)
+            metrics["speed/mfu"] = self.flops_per_token() * tokens_per_s / (peak * self.trainer.world_size)
         self.log_now(metrics, step)
         if step % self.settings.log_every == 0:  # not at an end between, after which the run may be extended
             self._window = {}
@@ -198,8 +218,18 @@ class LanguageModel(pl.LightningModule):
         """What the device could do at most in the precision of training; None where it is not known."""
         if self.device.type != "cuda":
             return None
-        dtype = {"32-true": torch.float32, "16-mixed": torch.float16}.get(self.trainer.precision, torch.bfloat16)
-        return get_available_flops(self.device, dtype)
+        device = known_device(torch.cuda.get_device_name(self.device))
+        if device is None:
+            return None
+        return 1e12 * (device.full if self.trainer.precision == "32-true" else device.half)
+
+    def flops_per_token(self) -> float:
+        """Of training on this run's rows."""
+        config, model = self.config, self.model.config
+        adapters = adapter_parameters(model, config.lora.rank, config.lora.targets)
+        rows = -(-config.data.batch_size // (config.trainer.ranks * config.trainer.accumulate))
+        length = config.data.row_length or model.max_seq_len
+        return flops_per_token(model, length, training=True, rows=rows, adapters=adapters)
 
     def log_now(self, metrics: dict[str, float], step: int) -> None:
         """Hand metrics and the tokens so far to the loggers at once (`self.log` costs time in every step)."""
@@ -234,7 +264,7 @@ class LanguageModel(pl.LightningModule):
         self._validation = torch.zeros(2, dtype=torch.float64)
 
     def validation_step(self, batch: Batch, _) -> None:
-        nats = self.loss_sums(batch)[1]
+        nats = sum(self.loss_sums(part)[1] for part in micro_batches(batch, self.settings.accumulate))
         targets = (batch.targets != IGNORE).sum()
         self._validation += torch.tensor([nats.item(), targets.item()], dtype=torch.float64)
 
@@ -262,7 +292,7 @@ class LanguageModel(pl.LightningModule):
         if self.config.lora.rank:
             kept = {name: tensor for name, tensor in checkpoint["state_dict"].items() if ADAPTER.search(name)}
             checkpoint["state_dict"] = kept
-            checkpoint["lora"] = asdict(self.config.lora) | {"frozen": fingerprint(self.model)}
+            checkpoint["lora"] = asdict(self.config.lora) | {"frozen": self.frozen}
         if self.trainer.is_global_zero:  # fsdp gathers the state on this rank alone
             checkpoint["optimizer_states"] = [by_name(state) for state in checkpoint["optimizer_states"]]
         checkpoint["counts"] = {"tokens_seen": self.tokens_seen, "skipped": self.skipped}

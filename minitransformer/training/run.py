@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import platform
 import shlex
@@ -36,6 +37,7 @@ from minitransformer.checkpoint import (
     CheckpointError,
     add_start,
     atomic_write,
+    checkpoint_path,
     describe,
     latest_run,
     load,
@@ -191,6 +193,9 @@ def train(
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
         if step == config.trainer.max_steps or config.trainer.max_steps % config.trainer.val_every:
             trainer.validate(module, data, verbose=False)
+        if not math.isfinite(loss := module.metrics["val/loss"]):
+            last = checkpoint_path(directory.path, config.trainer.max_steps)
+            raise DivergedError(f"the validation loss is {loss}; the state is in {last}; try a lower optimizer.lr")
         report(config, directory.path, console)
         for logger in trainer.loggers:  # they take what lies in the run directory by now
             logger.log_results()

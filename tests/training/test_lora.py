@@ -123,7 +123,9 @@ def test_adapters_leave_small_checkpoints_and_a_plain_model(tune, trained, comma
     assert "holds adapters alone; model.safetensors of its run has them merged" in refused.err
 
 
-@pytest.mark.parametrize("settings", [LORA, ["lora.rank=2", "optimizer=muon"], ["optimizer=adamw"]], ids=" ".join)
+@pytest.mark.parametrize("settings", [
+    LORA, ["lora.rank=2", "optimizer=muon"], ["optimizer=adamw"], [*LORA, "trainer.precision=bf16-true"],
+], ids=" ".join)  # fmt: skip
 def test_a_resumed_fine_tuning_is_bit_identical(tune, settings):
     settings = [*settings, "model.dropout=0.1", "trainer.max_steps=6", "callbacks.keep_checkpoints=9"]
     _, whole = tune("whole", *settings)

@@ -213,3 +213,15 @@ def test_the_state_of_another_optimizer_is_refused():
         _, optimizer = stepped(old)
         with pytest.raises(ValueError, match=r"it was trained with optimizer=(adamw|muon), not (muon|adamw)"):
             check_resumable(stepped(new)[1], by_name(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("eps", [0, 1e-50])
+def test_an_eps_that_divides_by_nothing_is_refused(eps):
+    with pytest.raises(ValueError, match=f"optimizer.eps={eps} "):
+        AdamWConfig(eps=eps)
+    # The least that is accepted: gradients of 0 change nothing.
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.zeros(3)
+    for optimizer in (Muon([p], lr=1, eps=1e-30), torch.optim.AdamW([p], lr=1, eps=1e-30, weight_decay=0, fused=True)):
+        optimizer.step()
+        assert p.eq(1).all()

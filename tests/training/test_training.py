@@ -15,8 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from minitransformer.checkpoint import checkpoints, load, read_checkpoint, read_metrics, read_samples
+from minitransformer.model.cost import flops_per_token
+from minitransformer.model.transformer import Transformer
 from minitransformer.training import callbacks
 from minitransformer.training.module import LanguageModel
+from minitransformer.training.optimizers import Muon
 from tests.conftest import SMALL, sentences
 
 TEXT = ["data=text", "data.files=[book.txt]", "tokenizer.vocab_size=300"]
@@ -417,23 +420,30 @@ def test_no_loss_is_taken_on_prefixes(command, workdir):
     assert float(re.findall(r"validation loss ([\d.]+)", result.out)[-1]) < 0.2
 
 
-def not_finite_at(monkeypatch, steps: list[int]) -> None:
-    """Let the loss be infinite in these steps."""
+def not_finite_at(monkeypatch, steps: list[int], what: str = "both") -> None:
+    """Let the loss, its gradient, or both be infinite in these steps."""
     loss_sums = LanguageModel.loss_sums
 
     def broken(self, *arguments):
         objective, nats = loss_sums(self, *arguments)
-        bad = self.trainer.training and self.global_step in steps
-        return (objective * float("inf"), nats * float("nan")) if bad else (objective, nats)
+        if not self.trainer.training or self.global_step not in steps:
+            return objective, nats
+        if what == "loss":
+            return objective + math.inf, nats + math.inf
+        if what == "gradient":
+            objective.register_hook(lambda grad: grad * math.inf)
+            return objective, nats
+        return objective * math.inf, nats * math.nan
 
     monkeypatch.setattr(LanguageModel, "loss_sums", broken)
 
 
+@pytest.mark.parametrize("what", ["loss", "gradient", "both"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_step_that_is_not_finite_changes_nothing_and_moves_no_schedule(train, monkeypatch, optimizer):
+def test_a_step_that_is_not_finite_changes_nothing_and_moves_no_schedule(train, monkeypatch, optimizer, what):
     """The weights are those of a run whose bad step never was: its data left out, its rates one step later."""
     settings = [f"optimizer={optimizer}", "trainer.log_every=1", "schedule=linear", "schedule.warmup_steps=3"]
-    not_finite_at(monkeypatch, [2])
+    not_finite_at(monkeypatch, [2], what)
     run = train("bad", *settings)
     found = metrics(run)
     assert [count for _, count in found["optim/skipped_steps"]] == [0, 0, 1, 1, 1, 1]
@@ -468,6 +478,67 @@ def test_a_run_that_diverges_stops_with_its_state_and_names_the_last_good_one(co
     steps.clear()
     result = command("train", *TEXT, *small, "name=mine", "resume=auto", "trainer.max_steps=13")
     assert result.code == 0, result.err
+
+
+@pytest.mark.parametrize("every", [3, 4])  # the last validation is a step's, or comes after all steps
+def test_a_run_that_ends_badly_is_no_success(command, workdir, monkeypatch, every):
+    small = [*TEXT, *SMALL, f"trainer.val_every={every}"]
+    with monkeypatch.context() as patch:
+        not_finite_at(patch, [5])
+        result = command("train", *small, "name=step")
+    assert (result.code, len(result.err.splitlines())) == (1, 1)
+    assert "not finite in the last 1 steps" in result.err
+    with monkeypatch.context() as patch:
+        lowest_at(patch, **{f"step{step}": math.nan if step == 6 else 1.0 for step in (3, 4, 6)})
+        result = command("train", *small, "name=validation")
+    assert (result.code, len(result.err.splitlines())) == (1, 1)
+    assert "the validation loss is nan" in result.err
+    for name in ("step", "validation"):
+        assert read_checkpoint(workdir / f"runs/{name}/checkpoints/step-00000006.ckpt")["global_step"] == 6
+
+
+def test_autocast_is_for_the_forward_pass_alone(train, monkeypatch):
+    """Under it the fp32 products of linear attention's backward pass and of Newton-Schulz would run in bf16."""
+    seen: dict[str, set[bool]] = {"forward": set(), "backward": set(), "step": set()}
+
+    def see(where):
+        seen[where].add(torch.is_autocast_enabled("cpu"))
+
+    def loss_sums(self, *arguments, real=LanguageModel.loss_sums):
+        objective, nats = real(self, *arguments)
+        see("forward")
+        if objective.requires_grad:
+            objective.register_hook(lambda _: see("backward"))
+        return objective, nats
+
+    monkeypatch.setattr(LanguageModel, "loss_sums", loss_sums)
+    step = Muon.step
+    monkeypatch.setattr(Muon, "step", lambda self, closure=None: step(self, lambda: (closure(), see("step"))[0]))
+    train("mine", "trainer.precision=bf16-mixed", "optimizer=muon", "trainer.max_steps=1", "callbacks.sample_every=0")
+    assert seen == {"forward": {True}, "backward": {False}, "step": {False}}
+
+
+def test_validation_reads_as_many_rows_at_once_as_training(train, monkeypatch):
+    whole, rows = train("whole", "trainer.max_steps=3"), {True: [], False: []}
+    features = Transformer.features
+
+    def see(self, tokens, *arguments, **keywords):
+        rows[self.training].append(len(tokens))
+        return features(self, tokens, *arguments, **keywords)
+
+    monkeypatch.setattr(Transformer, "features", see)
+    parts = train("parts", "trainer.max_steps=3", "trainer.accumulate=3", "callbacks.sample_every=0")
+    assert max(rows[True]) == max(rows[False]) == 2
+    for a, b in zip(metrics(whole)["val/loss"], metrics(parts)["val/loss"], strict=True):
+        assert a == (b[0], pytest.approx(b[1], rel=1e-4))
+
+
+def test_mfu_is_of_the_rows_that_are_trained_on(train, monkeypatch):
+    monkeypatch.setattr(LanguageModel, "peak_flops", lambda self: 1e9)
+    run = train("mine", "data.row_length=16", "trainer.max_steps=2")
+    moment = next(moment for moment in read_metrics(run) if "speed/mfu" in moment)
+    operations = flops_per_token(load(run)[0].config, 16, training=True)
+    assert moment["speed/mfu"] == pytest.approx(operations * moment["speed/tokens_per_s"] / 1e9)
 
 
 def test_a_time_limit_saves_and_says_how_to_go_on(command, workdir, monkeypatch):
