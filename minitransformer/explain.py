@@ -16,8 +16,8 @@ from rich.table import Table
 
 from minitransformer.checkpoint import read_model
 from minitransformer.data.config import BPEConfig, ByteConfig, FilesConfig, PretrainedConfig, StdlibConfig
-from minitransformer.data.documents import file_documents, stdlib_documents
-from minitransformer.data.files import COMPRESSED, TABLES, expand, kind
+from minitransformer.data.documents import file_documents, files_of, stdlib_documents
+from minitransformer.data.files import COMPRESSED
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.device import DEVICES
 from minitransformer.model.checks import choose
@@ -152,7 +152,7 @@ def texts(config: ExplainConfig) -> Iterator[str]:
     if isinstance(config.data, StdlibConfig):
         yield from stdlib_documents()
     elif isinstance(config.data, FilesConfig):
-        for path in expand("data.files", config.data.files):
+        for path in files_of(config.data)[0]:
             for document in file_documents(path, config.data):
                 yield document.prefix
                 yield from document.text
@@ -168,12 +168,10 @@ def text_bytes(config: ExplainConfig) -> int | None:
         return round(sum(len(text.encode()) for text in texts(config)) * (1 - config.data.val_fraction))
     if not isinstance(config.data, FilesConfig):
         return None
-    files = expand("data.files", config.data.files)
-    if config.data.val_files:
-        expand("data.val_files", config.data.val_files)
-    if any(kind(path) in TABLES or path.suffix.lower() in COMPRESSED for path in files):
+    files, val_files, _ = files_of(config.data)
+    if config.data.kind != "text" or any(path.suffix.lower() in COMPRESSED for path in files):
         return None
-    held_out = 0 if config.data.val_files else config.data.val_fraction
+    held_out = 0 if val_files else config.data.val_fraction
     return round(sum(path.stat().st_size for path in files) * (1 - held_out))
 
 

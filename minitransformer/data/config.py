@@ -57,6 +57,12 @@ class DataConfig(Choice):
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction} is out of range; it must lie between 0 and 1")
 
+    def refuse_fraction(self, setting: str) -> None:
+        """Raise ValueError for settings of which part is held out, beside `setting`, which names it."""
+        for name in ("val_fraction", "split"):
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                raise ValueError(f"data.{name}={value} cannot go with {setting}, all of which is held out")
+
 
 @dataclass
 class StdlibConfig(DataConfig):
@@ -69,32 +75,79 @@ class StdlibConfig(DataConfig):
 
 @dataclass
 class FilesConfig(DataConfig):
-    """Documents in files, which are read by their endings: .jsonl, .csv, .parquet, and text; also with .gz or .zst.
+    """Documents in files, also with .gz or .zst behind their endings.
 
-    files: paths, folders and globs, relative to the working directory.
-    val_files: the same, held out for validation; empty takes `val_fraction` of `files` by `split`.
-    documents: what one document of a text file is: the whole `file`, a `line`, a paragraph up to a `blank_line`, or
-        what stands between any other string that is given here.
-    text_field: the field or column of .jsonl, .csv and .parquet with the text (None: text).
-    prefix_field: one with what comes before the text, such as a question: it is read, and no loss is taken on it.
+    files: paths, folders and globs, relative to the working directory. A file that is named is read whatever its
+        ending; below a folder these are the files that end as `data.files.ENDINGS` says, but for hidden ones.
+    val_files: the same, held out for validation and not trained on, where `files` has them too; empty takes
+        `val_fraction` of `files` by `split`.
     """
 
-    kind: str = "text"
     files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
-    documents: str = "file"
-    text_field: str | None = None
-    prefix_field: str | None = None
-    val_fraction: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.files:
             raise ValueError("data.files is empty; name at least one file, such as data.files=[book.txt]")
+        for setting, names in (("data.files", self.files), ("data.val_files", self.val_files)):
+            if "" in names:
+                raise ValueError(f"{setting} holds an empty name; name a file, or . for the working directory")
+        if self.val_files:
+            self.refuse_fraction("data.val_files")
+
+
+@dataclass
+class TextConfig(FilesConfig):
+    """Files of text.
+
+    documents: what one document is: the whole `file`, a `line`, a paragraph up to a `blank_line`, or what stands
+        between any other string that is given here.
+    """
+
+    kind: str = "text"
+    val_fraction: float = 0.1
+    documents: str = "file"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.documents:
             raise ValueError(f"data.documents is empty; choose {', '.join(DOCUMENTS)} or give a separator")
         if self.documents not in DOCUMENTS and (close := difflib.get_close_matches(self.documents, DOCUMENTS, 1)):
             raise ValueError(f"data.documents={self.documents} is not known; did you mean {close[0]}?")
+
+
+@dataclass
+class TableConfig(FilesConfig):
+    """Files of rows, each a document.
+
+    text_field: the field or column with the text (None: text).
+    prefix_field: one with what comes before the text, such as a question: it is read, and no loss is taken on it.
+    """
+
+    text_field: str | None = None
+    prefix_field: str | None = None
+
+
+@dataclass
+class JSONLinesConfig(TableConfig):
+    """An object a line, or all of them in one array."""
+
+    kind: str = "jsonl"
+
+
+@dataclass
+class CSVConfig(TableConfig):
+    """Columns between commas, or between tabs in files that end in .tsv; the first line names them."""
+
+    kind: str = "csv"
+
+
+@dataclass
+class ParquetConfig(TableConfig):
+    """Columns in Parquet's form."""
+
+    kind: str = "parquet"
 
 
 @dataclass
@@ -103,7 +156,7 @@ class HubConfig(DataConfig):
 
     name, config: as `datasets.load_dataset` takes them.
     train_split, val_split: names of its splits; without val_split `val_fraction` of the training split is held out.
-    text_field, prefix_field: the columns, as in files.
+    text_field, prefix_field: the columns, as in tables.
     streaming: read it as training goes on and keep nothing, for sets larger than the disk. The tokenizer is trained
         on the first `buffer` documents, and the held-out ones are among these.
     buffer: documents that are shuffled and packed together when streaming.
@@ -123,7 +176,15 @@ class HubConfig(DataConfig):
         super().__post_init__()
         if not self.name:
             raise ValueError("data.name is empty; name a data set, such as data.name=roneneldan/TinyStories")
+        if self.val_split is not None:
+            self.refuse_fraction("data.val_split")
+            if _overlap(self.train_split, self.val_split):
+                raise ValueError(
+                    f"data.val_split={self.val_split} holds out what data.train_split={self.train_split} trains on"
+                )
         at_least("data.buffer", self.buffer, 1)
+        if not self.streaming and self.buffer != HubConfig.buffer:
+            raise ValueError(f"data.buffer={self.buffer} is for data.streaming=true")
         if self.streaming and self.split == "tail":
             raise ValueError("data.split=tail cannot go with data.streaming=true; use hash")
         if self.streaming and self.packing == "concat":
@@ -132,6 +193,18 @@ class HubConfig(DataConfig):
             raise ValueError(f"data.limit_rows={self.limit_rows} cannot go with data.streaming=true")
         if self.streaming and self.workers > 1:
             raise ValueError(f"data.workers={self.workers} would each read the whole stream; use 0 or 1")
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Do two expressions for splits, such as train[:90%]+extra, name the same one, or a whole and its part?"""
+    pairs = [(a.strip(), b.strip()) for a in one.split("+") for b in other.split("+")]
+    return any(a == b or a.partition("[")[0] == b or a == b.partition("[")[0] for a, b in pairs)
+
+
+# How a data set is chosen, and its settings.
+SOURCES = {
+    source.kind: source for source in (StdlibConfig, TextConfig, JSONLinesConfig, CSVConfig, ParquetConfig, HubConfig)
+}
 
 
 @dataclass

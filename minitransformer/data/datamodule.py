@@ -42,6 +42,8 @@ class TextData(pl.LightningDataModule):
         if self.streaming and getattr(self.tokenizer_config, "kind", None) == "char":
             raise ValueError("tokenizer=char needs all characters before training, which data.streaming=true has not")
         corpus = load_corpus(self.config)
+        if corpus.note:
+            console.print(corpus.note)
         store = open_store(self.config, self.tokenizer_config, corpus, console)
         self.fingerprint, self.skipped, self.boms = corpus.fingerprint, store.skipped, store.boms
         self.tokenizer, self.tokens = store.tokenizer, store.tokens
@@ -50,10 +52,9 @@ class TextData(pl.LightningDataModule):
         self.limit = store.limit if self.streaming and self.config.val_split is None else None
         n_tokens = int(self.train.documents.length.sum()) + len(self.train.documents)
         if n_tokens < self.row_length + 1 and not self.streaming:
-            name = "model.max_seq_len" if self.config.row_length is None else "data.row_length"
             raise ValueError(
-                f"the training text has {n_tokens} tokens; one row of {name}={self.row_length} and a target need "
-                f"{self.row_length + 1}: give more text or a smaller {name}"
+                f"the training text has {n_tokens} tokens, and a row of {self.row_length} with a target more needs "
+                f"{self.row_length + 1}; give more text, or shorter rows: data.row_length={n_tokens - 1}"
             )
         self.steps = None if self.streaming else self._steps()
         self.validation_rows = pack(self.validation.documents, self.row_length, self.config.packing)

@@ -9,14 +9,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from minitransformer.data.config import DOCUMENTS, DataConfig, FilesConfig, HubConfig, StdlibConfig
+from minitransformer.data.config import DataConfig, FilesConfig, HubConfig, StdlibConfig, TableConfig, TextConfig
 from minitransformer.data.files import (
-    TABLES,
     FileText,
     digest,
     expand,
     has_bom,
-    kind,
     row_texts,
     split_documents,
     table_rows,
@@ -53,13 +51,15 @@ class Document:
 class Corpus:
     """Documents that can be read again and again.
 
-    what: a name for messages. fingerprint: of exactly this text and the way that it is read.
+    what: a name for messages. fingerprint: of exactly this text and the way that it is read. boms: byte-order marks
+    left out. note: what the user is told before it is read.
     """
 
     what: str
     fingerprint: str
     read: Callable[[], Iterator[Document]]
-    boms: int = 0  # byte-order marks left out
+    boms: int = 0
+    note: str | None = None
 
 
 def load_corpus(config: DataConfig) -> Corpus:
@@ -128,14 +128,24 @@ def stdlib_documents() -> list[str]:
     return sorted(texts, key=lambda text: (_whole(text).key(), text))
 
 
+def files_of(config: FilesConfig) -> tuple[list[Path], list[Path], int]:
+    """The files to train on and those to validate on, and how many of these are named among the first as well.
+
+    Raises:
+        ValueError: a file is missing or cannot be read, or none is left to train on.
+    """
+    files = expand("data.files", config.files, config.kind)
+    val_files = expand("data.val_files", config.val_files, config.kind)
+    held_out = {path.resolve() for path in val_files}
+    training = [path for path in files if path.resolve() not in held_out]
+    if not training:
+        raise ValueError("data.files: all of them are in data.val_files too, and none is left to train on")
+    return training, val_files, len(files) - len(training)
+
+
 def _files_corpus(config: FilesConfig) -> Corpus:
-    files = expand("data.files", config.files)
-    val_files = expand("data.val_files", config.val_files) if config.val_files else []
-    tables = [path for path in files + val_files if kind(path) in TABLES]
-    for setting in ("text_field", "prefix_field"):
-        if (name := getattr(config, setting)) and not tables:
-            raise ValueError(f"data.{setting}={name} is for {', '.join(TABLES)}; data.files are plain text")
-    single = len(files) == 1 and not tables and config.documents == "file"
+    files, val_files, both = files_of(config)
+    single = len(files) == 1 and isinstance(config, TextConfig) and config.documents == "file"
 
     def read() -> Iterator[Document]:
         if val_files:
@@ -148,26 +158,30 @@ def _files_corpus(config: FilesConfig) -> Corpus:
             documents = (document for path in files for document in file_documents(path, config))
             yield from _split(documents, config, "tail" if single else "hash")
 
-    way = [config.documents, config.text_field, config.prefix_field]
-    fingerprint = _hash_of([digest(files), digest(val_files), *map(str, way)])
+    if isinstance(config, TableConfig):
+        way = ["file", config.text_field, config.prefix_field]
+    else:
+        way = [config.documents, None, None]
+    fingerprint = _hash_of([digest(files, config.kind), digest(val_files, config.kind), *map(str, way)])
     boms = sum(map(has_bom, files + val_files))
-    return Corpus(", ".join(config.files), fingerprint, read, boms)
+    note = f"{both} of data.files are in data.val_files too: held out, not trained on" if both else None
+    return Corpus(", ".join(config.files), fingerprint, read, boms, note)
 
 
 def file_documents(path: Path, config: FilesConfig) -> Iterator[Document]:
     """The documents of one file, as `config` cuts them."""
-    if kind(path) in TABLES:
-        for text, *prefix in table_rows(path, _fields(config)):
+    if isinstance(config, TableConfig):
+        for text, *prefix in table_rows(path, config.kind, _fields(config)):
             yield Document([text], *prefix)
-    elif config.documents == DOCUMENTS[0]:
+    elif config.documents == "file":
         yield Document(FileText(path))
     else:
         yield from map(_whole, split_documents(FileText(path), config.documents))
 
 
-def _fields(config: FilesConfig | HubConfig) -> dict[str, str]:
-    names = {"data.text_field": config.text_field or "text"}
-    return names | ({"data.prefix_field": config.prefix_field} if config.prefix_field else {})
+def _fields(config: TableConfig | HubConfig) -> dict[str, str]:
+    names = {"data.text_field": "text" if config.text_field is None else config.text_field}
+    return names | ({} if config.prefix_field is None else {"data.prefix_field": config.prefix_field})
 
 
 def load_hub(config: HubConfig, split: str) -> Any:
@@ -186,9 +200,22 @@ def load_hub(config: HubConfig, split: str) -> Any:
     return table.select_columns(list(_fields(config).values()))
 
 
-def hub_document(config: HubConfig, row: dict) -> Document:
-    text, *prefix = row_texts(row, _fields(config), config.name)
-    return Document([text], *prefix)
+def hub_documents(config: HubConfig, table: Iterable[dict]) -> Iterator[Document]:
+    """The documents of a data set that `load_hub` gave.
+
+    Raises:
+        ValueError: a row cannot be read, or holds no text where it should.
+    """
+    rows = iter(table)
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # of a file or a network, which `datasets` gets to only now
+            raise ValueError(f"cannot read data.name={config.name}: {' '.join(str(error).split())}") from None
+        if row is None:
+            return
+        text, *prefix = row_texts(row, _fields(config), config.name)
+        yield Document([text], *prefix)
 
 
 def _hub_corpus(config: HubConfig) -> Corpus:
@@ -200,8 +227,7 @@ def _hub_corpus(config: HubConfig) -> Corpus:
     def documents() -> Iterator[Document]:
         for held_out, table in tables.items():
             # Of a stream the start is looked at; the rest is read while training.
-            for row in table.take(config.buffer) if config.streaming else table:
-                document = hub_document(config, row)
+            for document in hub_documents(config, table.take(config.buffer) if config.streaming else table):
                 document.held_out = held_out
                 yield document
 

@@ -21,7 +21,7 @@ from minitransformer.data.documents import Corpus, Document
 from minitransformer.data.packing import Documents, TokenStream
 from minitransformer.data.tokenizer import Tokenizer, cut
 
-FORMAT = 2  # of an entry; a change of what is stored takes a new number
+FORMAT = 3  # of an entry; a change of what is stored takes a new number
 BATCH = 2**22  # characters that are encoded at once
 
 
@@ -154,31 +154,32 @@ def look_through(corpus: Corpus, val_fraction: float, bar: Progress) -> Survey:
         ValueError: some of it cannot be read, or one of the splits would be empty.
     """
     task = bar.add_task("reading", total=None)
-    n_bytes, keys, blank = 0, array("d"), 0
+    n_bytes, keys = 0, array("d")
     given = {True: -1.0, False: 1.0}  # below and above every limit
-    for number, document in enumerate(corpus.read()):
+    for document in corpus.read():
         if document.blank:
-            blank += 1
             continue
-        try:
-            document.text = _Counted(document.text)
-            key = document.key()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{corpus.what}: document {number} holds half a character, {error.object[error.start]!r}"
-            ) from None
+        document.text = _Counted(document.text)
+        key = document.key()
         keys.append(key if document.held_out is None else given[document.held_out])
         n_bytes += document.text.n_bytes
         bar.advance(task, document.text.n_bytes)
     bar.remove_task(task)
-    hashed = [key for key in keys if 0 <= key < 1]
-    limit = max(val_fraction, min(hashed)) if len(hashed) > 1 else val_fraction
+    if not keys:
+        raise ValueError(f"{corpus.what} holds no text, only white space")
+    hashed = np.unique([key for key in keys if 0 <= key < 1])
+    if len(hashed) == 1:
+        raise ValueError(
+            f"{corpus.what} holds one text, and whole ones are held out; give more, or data.split=tail for its end"
+        )
+    # Some text is left on both sides, however few documents there are.
+    limit = float(np.clip(val_fraction, hashed[0], hashed[-2])) if len(hashed) else val_fraction
     held_out = np.asarray(keys) <= limit
-    for purpose, number in (("train on", (~held_out).sum()), ("validate on", held_out.sum())):
-        if not len(keys):
-            raise ValueError(f"{corpus.what} holds no text: {blank} documents, all of them white space or empty")
-        if not number:
-            raise ValueError(f"no text to {purpose} in {corpus.what}: {len(keys)} documents, {blank} more are blank")
+    for purpose, which, part in (("train on", ~held_out, "not held out"), ("validate on", held_out, "held out")):
+        if not which.any():
+            raise ValueError(
+                f"no text to {purpose} in {corpus.what}: what is {part} is empty or white space; give more text"
+            )
     return Survey(n_bytes, limit, held_out)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from minitransformer.data.config import HubConfig
-from minitransformer.data.documents import hub_document, load_hub
+from minitransformer.data.documents import hub_documents, load_hub
 from minitransformer.data.packing import Rows, TokenStream, fill, pack
 from minitransformer.data.rows import Batch, make_batch
 from minitransformer.data.store import token_stream
@@ -62,7 +62,7 @@ class StreamingSteps(IterableDataset):
             table.load_state_dict(source)
         while True:
             empty = source is None
-            documents = (hub_document(self.config, row) for row in table)
+            documents = hub_documents(self.config, table)
             while chunk := list(islice(documents, self.config.buffer)):
                 following = table.state_dict()
                 stream, rows = self._pack(chunk)

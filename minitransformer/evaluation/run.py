@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from minitransformer.checkpoint import atomic_write, latest_run, load
-from minitransformer.data.config import DataConfig, FilesConfig, HubConfig, StdlibConfig
+from minitransformer.data.config import SOURCES, DataConfig
 from minitransformer.data.documents import Document, load_corpus
+from minitransformer.data.files import TABLES, expand
 from minitransformer.data.packing import Documents, TokenStream
 from minitransformer.data.store import look_through, token_stream
 from minitransformer.data.tokenizer import Tokenizer
@@ -120,12 +121,44 @@ def data_of_run(path: Path) -> DataConfig:
         raise ValueError(f"{path} has no config.yaml that says what it held out; choose data=text data.files=[...]")
     values = OmegaConf.to_container(OmegaConf.load(file))
     data = values.get("data") if isinstance(values, dict) else None
-    if isinstance(data, dict):
-        older = "text" if "files" in data else "hub" if "name" in data else "stdlib"  # which wrote no kind
-        for choice in (HubConfig, FilesConfig, StdlibConfig):
-            if choice.kind == data.get("kind", older):
-                return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(choice), data))  # its types are checked
+    if isinstance(data, dict) and data:
+        data = data if "kind" in data else _with_kind(data)
+        choice = SOURCES.get(data["kind"])
+        if choice is not None and set(data) <= {field.name for field in fields(choice)}:
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(choice), data))  # its types are checked
     raise ValueError(f"{file} does not say what the data of the run were; choose data=text data.files=[...]")
+
+
+def _with_kind(data: dict) -> dict:
+    """The data settings of a run from before there was data.kind, as they are written now.
+
+    Files were read by their endings then, and settings without effect were not refused.
+    """
+    unused = {"val_fraction", "split"} if data.get("val_files") or data.get("val_split") else set()
+    unused |= set() if data.get("streaming") else {"buffer"}
+    if "files" not in data:
+        kind = "hub" if "name" in data else "stdlib"
+    else:
+        has_fields = data.get("text_field") is not None or data.get("prefix_field") is not None
+        kind = _kind_of([str(name) for name in data["files"] or []], ["text", *TABLES][has_fields:])
+        unused |= {"text_field", "prefix_field"} if kind == "text" else {"documents"}
+    return {name: value for name, value in data.items() if name not in unused} | {"kind": kind}
+
+
+def _kind_of(files: list[str], kinds: list[str]) -> str:
+    """The first kind as which all files can be read.
+
+    Raises:
+        ValueError: there is none.
+    """
+    refused = None
+    for kind in kinds:
+        try:
+            expand("data.files", files, kind)
+            return kind
+        except ValueError as error:
+            refused = refused or error
+    raise refused
 
 
 # Showing ---------------------------------------------------------------------------------------------------------

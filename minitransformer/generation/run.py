@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from minitransformer.checkpoint import latest_run, load
+from minitransformer.data.files import FileText, decoded, split_documents
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.device import choose_device, keep_freed_memory
 from minitransformer.generation.beam import DRAWING, beam_search
@@ -75,17 +76,14 @@ def _sampling(config: GenerateConfig) -> dict[str, object]:
 
 
 def read_prompts(name: str) -> list[str]:
-    """One prompt a line of a file, or of standard input for `-`."""
+    """One prompt a line of a file, or of standard input for `-`; the file is read as those of data=text are."""
     if name == "-":
-        text = sys.stdin.read()
-    elif not Path(name).is_file():
+        text = decoded(sys.stdin.buffer, "standard input")
+    elif not Path(name).exists():
         raise ValueError(f"prompt_file={name} does not exist (looked in {Path.cwd()})")
     else:
-        try:
-            text = Path(name).read_bytes().decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"prompt_file={name} is not UTF-8: byte at offset {error.start}") from None
-    prompts = text.splitlines()
+        text = FileText(Path(name))
+    prompts = list(split_documents(text, "line"))
     if not prompts:
         raise ValueError(f"prompt_file={name} holds no prompt")
     return prompts

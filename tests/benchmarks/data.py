@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from minitransformer.data.config import BPEConfig, FilesConfig
+from minitransformer.data.config import BPEConfig, TextConfig
 from minitransformer.data.documents import Document, load_corpus, stdlib_documents
 from minitransformer.data.packing import Documents, pack
 from minitransformer.data.rows import StepNumbers, TrainingSteps
@@ -81,7 +81,7 @@ def large_file(gigabytes: float) -> None:
 
 
 def tokenise(folder: str) -> None:
-    config = FilesConfig(files=[f"{folder}/large.txt"], cache_dir=f"{folder}/cache")
+    config = TextConfig(files=[f"{folder}/large.txt"], cache_dir=f"{folder}/cache")
     took = seconds(lambda: open_store(config, BPEConfig(vocab_size=2048), load_corpus(config), Console(quiet=True)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     size = Path(config.files[0]).stat().st_size / 1e9

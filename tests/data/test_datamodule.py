@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from minitransformer.data.config import BPEConfig, ByteConfig, CharConfig, FilesConfig, HubConfig
+from minitransformer.data.config import BPEConfig, ByteConfig, CharConfig, HubConfig, JSONLinesConfig, TextConfig
 from minitransformer.data.datamodule import TextData
 from minitransformer.data.documents import Document
 from minitransformer.data.streaming import StreamingSteps
@@ -19,7 +19,7 @@ QUIET = Console(quiet=True)
 @pytest.fixture
 def data(workdir):
     def make(tokenizer=None, row_length=32, **settings):
-        config = FilesConfig(files=["book.txt"], cache_dir="cache", **settings)
+        config = TextConfig(files=["book.txt"], cache_dir="cache", **settings)
         made = TextData(config, tokenizer or BPEConfig(vocab_size=300), row_length, seed=0)
         made.prepare(QUIET)
         return made
@@ -29,8 +29,9 @@ def data(workdir):
 
 def test_too_little_text_names_both_numbers(data, workdir):
     (workdir / "book.txt").write_text("too short\n" * 4)
-    with pytest.raises(ValueError, match=r"has 37 tokens.*max_seq_len=64 and a target need 65"):
+    with pytest.raises(ValueError, match=r"has 37 tokens, and a row of 64 .* needs 65; .* data\.row_length=36$"):
         data(ByteConfig(), row_length=64)
+    data(ByteConfig(), row_length=36)
 
 
 def test_resuming_on_other_data_is_refused_unless_allowed(data, workdir):
@@ -86,7 +87,7 @@ def test_held_out_documents_come_with_their_prefixes_up_to_a_number_of_tokens(wo
     documents = [{"q": f"{i}? ä", "text": f"It is {i}, Zoë."} for i in range(50)]
     for name, some in (("train", documents[:40]), ("val", documents[40:])):
         (workdir / f"{name}.jsonl").write_text("\n".join(map(json.dumps, some)))
-    config = FilesConfig(files=["train.jsonl"], val_files=["val.jsonl"], prefix_field="q", cache_dir="cache")
+    config = JSONLinesConfig(files=["train.jsonl"], val_files=["val.jsonl"], prefix_field="q", cache_dir="cache")
     made = TextData(config, ByteConfig(), 16, seed=0)
     made.prepare(QUIET)
     whole = [(document["q"], document["text"]) for document in documents[40:]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minitransformer.data.config import FilesConfig, HubConfig, StdlibConfig
+from minitransformer.data.config import SOURCES, HubConfig, JSONLinesConfig, StdlibConfig, TextConfig
 from minitransformer.data.documents import Document, load_corpus, stdlib_documents
 from minitransformer.data.store import look_through
 
@@ -64,7 +64,7 @@ def test_held_out_documents_are_never_trained_on():
 
 def test_a_hash_split_moves_no_document_when_others_come(tmp_path):
     def split(texts, fraction=0.2):
-        config = FilesConfig(files=[write_jsonl(tmp_path / "a.jsonl", texts)])
+        config = JSONLinesConfig(files=[write_jsonl(tmp_path / "a.jsonl", texts)])
         return read(load_corpus(config), fraction)
 
     train, validation = split(TEXTS)
@@ -90,13 +90,13 @@ def test_a_single_text_gives_its_tail_and_many_whole_documents(tmp_path, monkeyp
         (tmp_path / f"{name}.txt").write_text("".join(f"{name}{i} 李\n\n" for i in range(500)))
     text = (tmp_path / "a.txt").read_text()
     cut = int(len(text) * 0.9)
-    assert read(load_corpus(FilesConfig(files=["a.txt"]))) == [[text[:cut]], [text[cut:]]]
-    two = read(load_corpus(FilesConfig(files=["a.txt", "b.txt"])))
+    assert read(load_corpus(TextConfig(files=["a.txt"]))) == [[text[:cut]], [text[cut:]]]
+    two = read(load_corpus(TextConfig(files=["a.txt", "b.txt"])))
     assert [len(part) for part in two] == [1, 1]
-    tails = read(load_corpus(FilesConfig(files=["a.txt", "b.txt"], split="tail")))
+    tails = read(load_corpus(TextConfig(files=["a.txt", "b.txt"], split="tail")))
     assert ["".join(pair) for pair in zip(*tails, strict=True)] == [text, (tmp_path / "b.txt").read_text()]
     for documents, end in (("line", ""), ("blank_line", ""), ("\\n\\n", "")):
-        parts = read(load_corpus(FilesConfig(files=["a.txt"], documents=documents)))
+        parts = read(load_corpus(TextConfig(files=["a.txt"], documents=documents)))
         assert sorted(parts[0] + parts[1]) == sorted(f"a{i} 李{end}" for i in range(500))
         assert 20 < len(parts[1]) < 90
 
@@ -105,11 +105,28 @@ def test_given_validation_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("train")
     (tmp_path / "b.txt").write_text("held out")
-    write_jsonl(tmp_path / "c.jsonl", ["more"])
-    assert read(load_corpus(FilesConfig(files=["a.txt", "c.jsonl"], val_files=["b.*"]))) == [
+    (tmp_path / "c.md").write_text("more")
+    assert read(load_corpus(TextConfig(files=["a.txt", "c.md"], val_files=["b.*"]))) == [
         ["train", "more"],
         ["held out"],
     ]
+
+
+def test_a_validation_file_is_not_trained_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    for name in "abc":
+        (tmp_path / "set" / f"{name}.txt").write_text(name)
+    (tmp_path / "link.txt").symlink_to("set/b.txt")
+    for val_file in ("set/b.txt", str(tmp_path / "set" / "b.txt"), "link.txt", "set/../link.txt", "set/b.*"):
+        corpus = load_corpus(TextConfig(files=["set"], val_files=[val_file]))
+        assert read(corpus) == [["a", "c"], ["b"]]
+        assert corpus.note == "1 of data.files are in data.val_files too: held out, not trained on"
+    apart = load_corpus(TextConfig(files=["set/a.txt", "set/c.txt"], val_files=["set/b.txt"]))
+    assert apart.note is None
+    assert apart.fingerprint == corpus.fingerprint
+    with pytest.raises(ValueError, match=r"data\.files: all of them are in data\.val_files too"):
+        load_corpus(TextConfig(files=["set/a.txt"], val_files=["set"]))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -137,8 +154,8 @@ def test_a_data_set_of_the_hub(streaming, tmp_path):
 
 
 def test_changed_text_and_another_way_to_read_it_change_the_fingerprint(tmp_path):
-    def fingerprint(path, **settings):
-        return load_corpus(FilesConfig(files=[str(path)], **settings)).fingerprint
+    def fingerprint(path, kind="text", **settings):
+        return load_corpus(SOURCES[kind](files=[str(path)], **settings)).fingerprint
 
     for name in ("a.txt", "same.txt"):
         (tmp_path / name).write_text("one\ntwo")
@@ -148,29 +165,87 @@ def test_changed_text_and_another_way_to_read_it_change_the_fingerprint(tmp_path
     assert first != fingerprint(tmp_path / "other.txt")
     assert first != fingerprint(tmp_path / "a.txt", documents="line")
     lines = write_jsonl(tmp_path / "a.jsonl")
-    assert fingerprint(lines) != fingerprint(lines, text_field="n")
+    assert fingerprint(lines, kind="jsonl") != fingerprint(lines, kind="jsonl", text_field="n")
+    write_jsonl(tmp_path / "b.txt")
+    assert fingerprint(lines, kind="jsonl") == fingerprint(tmp_path / "b.txt", kind="jsonl")
+    assert fingerprint(tmp_path / "b.txt") != fingerprint(tmp_path / "b.txt", kind="jsonl")
+    for name in ("t.csv", "t.tsv"):
+        (tmp_path / name).write_text('"text"\na\n')
+    assert fingerprint(tmp_path / "t.csv", kind="csv") != fingerprint(tmp_path / "t.tsv", kind="csv")
 
 
 @pytest.mark.parametrize(("texts", "message"), [
-    (["", " \n", "\t"], r"a\.jsonl holds no text: 3 documents, all of them white space or empty"),
-    (["only one", ""], r"no text to validate on in .*a\.jsonl: 1 documents, 1 more are blank"),
-    (["fine", "half \ud83d"], r"a\.jsonl: document 1 holds half a character, '\\ud83d'"),
-], ids=["blank", "one", "surrogate"])  # fmt: skip
-def test_documents_that_cannot_be_used_are_named(texts, message, tmp_path):
+    (["", " \n", "\t"], r"a\.jsonl holds no text, only white space"),
+    (["only one", ""], r"a\.jsonl holds one text, and whole ones are held out; give more, or data\.split=tail"),
+    (["the same"] * 9, r"a\.jsonl holds one text, and whole ones are held out"),
+    (["fine", "half \ud83d"], r"data\.text_field=text of .*a\.jsonl line 2 holds half a character, '\\ud83d'"),
+], ids=["blank", "one", "same", "surrogate"])  # fmt: skip
+@pytest.mark.parametrize("val_fraction", [1e-9, 0.999])
+def test_documents_that_cannot_be_used_are_named(texts, message, val_fraction, tmp_path):
     with pytest.raises(ValueError, match=message):
-        read(load_corpus(FilesConfig(files=[write_jsonl(tmp_path / "a.jsonl", texts)])), 1e-9)
+        read(load_corpus(JSONLinesConfig(files=[write_jsonl(tmp_path / "a.jsonl", texts)])), val_fraction)
 
 
-def test_fields_of_plain_text_are_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"data\.text_field=body is for \.jsonl, \.csv, \.parquet"):
-        load_corpus(FilesConfig(files=[str(tmp_path / "a.txt")], text_field="body"))
+@pytest.mark.parametrize(("text", "message"), [
+    ("x", r"no text to train on in a\.txt: what is not held out is empty or white space; give more text"),
+    ("     \nx", r"no text to train on in a\.txt: what is not held out"),
+    ("text" + "\n" * 9, r"no text to validate on in a\.txt: what is held out is empty or white space; give more text"),
+    (" \n\t \n", r"a\.txt holds no text, only white space"),
+])  # fmt: skip
+def test_a_text_that_is_too_short_or_blank_is_named(text, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read(load_corpus(TextConfig(files=["a.txt"])))
+
+
+def test_files_without_text_on_one_side_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "b.txt").write_text(" \n")
+    for files, purpose in ((["a.txt", "b.txt"], "validate on"), (["b.txt", "a.txt"], "train on")):
+        with pytest.raises(ValueError, match=f"no text to {purpose} in "):
+            read(load_corpus(TextConfig(files=files[:1], val_files=files[1:])))
+
+
+@pytest.mark.parametrize("val_fraction", [1e-9, 0.5, 0.999])
+def test_both_splits_have_a_text_whatever_the_fraction(val_fraction, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "one"])
+    parts = read(load_corpus(JSONLinesConfig(files=[path])), val_fraction)
+    assert set(parts[0] + parts[1]) == {"one", "two"}
+    assert len(set(parts[0])) == len(set(parts[1])) == 1
 
 
 @pytest.mark.parametrize(("settings", "message"), [
     (dict(documents="lines"), "did you mean line"), (dict(documents=""), "data.documents is empty"),
     (dict(packing="best"), "data.packing='best' is not known"), (dict(files=[]), "data.files is empty"),
+    (dict(files=["a.txt", ""]), "data.files holds an empty name"), (dict(kind="csv"), "write data=csv instead"),
+    (dict(val_files=[""]), "data.val_files holds an empty name"),
+    (dict(val_files=["b.txt"], val_fraction=0.2), "data.val_fraction=0.2 cannot go with data.val_files"),
+    (dict(val_files=["b.csv"], val_fraction=0.1, source="csv"), "data.val_fraction=0.1 cannot go with data.val_files"),
+    (dict(val_files=["b.txt"], split="hash"), "data.split=hash cannot go with data.val_files"),
+    (dict(val_fraction=1.0), "data.val_fraction=1.0 is out of range"),
 ])  # fmt: skip
 def test_wrong_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        FilesConfig(**dict(files=["a.txt"]) | settings)
+        SOURCES[settings.pop("source", "text")](**dict(files=["a.txt"]) | settings)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    (dict(val_split="test", val_fraction=0.1), "data.val_fraction=0.1 cannot go with data.val_split"),
+    (dict(val_split="test", split="hash"), "data.split=hash cannot go with data.val_split"),
+    (dict(buffer=7), "data.buffer=7 is for data.streaming=true"),
+    (dict(val_split="train"), "data.val_split=train holds out what data.train_split=train trains on"),
+    (dict(val_split="train[:5%]"), r"data.val_split=train\[:5%\] holds out what"),
+    (dict(val_split="test + train"), r"data.val_split=test \+ train holds out what"),
+    (dict(train_split="train[5%:]", val_split="train"), "data.val_split=train holds out what"),
+    (dict(train_split="train[:9]", val_split="train[:9]"), "holds out what"),
+])  # fmt: skip
+def test_wrong_settings_of_a_data_set_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        HubConfig(name="set", **settings)
+
+
+def test_parts_of_a_split_may_be_held_out():
+    HubConfig(name="set", train_split="train[5%:]", val_split="train[:5%]")
+    HubConfig(name="set", train_split="train", val_split="training")

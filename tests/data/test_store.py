@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from minitransformer.data import store
-from minitransformer.data.config import BPEConfig, ByteConfig, CharConfig, FilesConfig, PretrainedConfig
+from minitransformer.data.config import BPEConfig, ByteConfig, CharConfig, JSONLinesConfig, PretrainedConfig, TextConfig
 from minitransformer.data.documents import load_corpus
 from minitransformer.data.store import open_store
 from tests.conftest import sentences
@@ -17,8 +17,8 @@ QUIET = Console(quiet=True)
 BPE = BPEConfig(vocab_size=300)
 
 
-def opened(tokenizer=BPE, files=("book.txt",), console=QUIET, **settings):
-    config = FilesConfig(files=list(files), cache_dir="cache", **settings)
+def opened(tokenizer=BPE, files=("book.txt",), console=QUIET, source=TextConfig, **settings):
+    config = source(files=list(files), cache_dir="cache", **settings)
     return open_store(config, tokenizer, load_corpus(config), console)
 
 
@@ -52,7 +52,7 @@ def test_prefixes_are_read_and_not_counted(workdir):
 
     rows = [{"text": f" answer {i}", "q": "why?" * (i % 3)} for i in range(50)]
     (workdir / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    made = opened(files=["qa.jsonl"], prefix_field="q")
+    made = opened(files=["qa.jsonl"], source=JSONLinesConfig, prefix_field="q")
     documents = made.train.documents
     for text, prefix in zip(texts_of(made, made.train), documents.prefix.tolist(), strict=True):
         question = text.split(" answer")[0]

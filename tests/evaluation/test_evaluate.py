@@ -5,13 +5,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from minitransformer import Tokenizer, load, score
 from minitransformer.checkpoint import checkpoints, read_held_out, read_metrics
+from minitransformer.data.config import CSVConfig, HubConfig, JSONLinesConfig, ParquetConfig, StdlibConfig, TextConfig
+from minitransformer.evaluation.run import data_of_run
 from minitransformer.model.quantize import quantize_int8
 from minitransformer.report.reading import read
 from tests.conftest import ROOT, SMALL, sentences, with_start
@@ -88,6 +92,49 @@ def test_all_that_reads_a_document_starts_it_as_training_does(command, workdir, 
     words_of_it = ["evaluate", "output=json", "by_position=true", f"length={shortest}"]
     by_position = json.loads(command(*words_of_it).out)["loss_by_position"]
     assert by_position[0] == pytest.approx(sum(nats[0] for nats in each) / len(each), abs=1e-4)
+
+
+SHARED = dict(
+    batch_size=8, row_length=None, packing="best_fit", val_fraction=0.05, split="auto", workers=0, cache_dir=None,
+    limit_rows=None, allow_changed=False,
+)  # fmt: skip
+FILES = SHARED | dict(val_files=[], documents="file", text_field=None, prefix_field=None)
+HUB = SHARED | dict(name="set", config=None, train_split="train", val_split=None, text_field=None, prefix_field=None,
+                    streaming=False, buffer=10_000)  # fmt: skip
+
+
+@pytest.mark.parametrize(("saved", "expected"), [
+    (SHARED, StdlibConfig()),
+    (HUB, HubConfig(name="set")),
+    (HUB | dict(val_split="test", val_fraction=0.2, buffer=7), HubConfig(name="set", val_split="test")),
+    (HUB | dict(streaming=True, buffer=7), HubConfig(name="set", streaming=True, buffer=7)),
+    (FILES | dict(files=["a.txt"], val_fraction=0.1, documents="line"), TextConfig(files=["a.txt"], documents="line")),
+    (FILES | dict(files=["a.txt"], val_files=["b.md"], split="hash"), TextConfig(files=["a.txt"], val_files=["b.md"])),
+    (FILES | dict(files=["texts"]), TextConfig(files=["texts"], val_fraction=0.05)),
+    (FILES | dict(files=["a.jsonl"], documents="line"), JSONLinesConfig(files=["a.jsonl"])),
+    (FILES | dict(files=["*.csv"], text_field="body"), CSVConfig(files=["*.csv"], text_field="body")),
+    (FILES | dict(files=["tables"], val_fraction=0.3), ParquetConfig(files=["tables"], val_fraction=0.3)),
+], ids=lambda value: "" if isinstance(value, dict) else type(value).__name__)  # fmt: skip
+def test_data_settings_without_a_kind_are_those_of_an_older_run(saved, expected, workdir):
+    for name in ("a.txt", "b.md", "a.jsonl", "a.csv", "texts/a.txt", "tables/a.parquet"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("text")
+    for data in (saved, asdict(expected)):
+        Path("config.yaml").write_text(OmegaConf.to_yaml({"data": data}))
+        assert data_of_run(workdir) == expected
+
+
+@pytest.mark.parametrize(("saved", "message"), [
+    (None, "does not say what the data of the run were"), ({}, "does not say"), ({"kind": "new"}, "does not say"),
+    ({"kind": "text", "name": "a"}, "does not say"), (FILES | dict(files=["gone.txt"]), "gone.txt does not exist"),
+    (FILES | dict(files=["a.csv", "a.jsonl"]), "a.csv is no text by its ending; choose data=csv"),
+], ids=str)  # fmt: skip
+def test_data_settings_that_say_nothing_are_refused(saved, message, workdir):
+    for name in ("a.jsonl", "a.csv"):
+        Path(name).write_text("text")
+    Path("config.yaml").write_text(OmegaConf.to_yaml({"data": saved}))
+    with pytest.raises(ValueError, match=message):
+        data_of_run(workdir)
 
 
 def test_given_data_it_is_all_documents(command, trained, workdir):

@@ -1,12 +1,18 @@
 """generate.py as people use it: many prompts, JSON, scores, stop texts, a prompt loop."""
 
+import gzip
 import io
 import json
+import os
 import re
+from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from minitransformer import beam_search, load, score
+from minitransformer.data.files import BOM
+from minitransformer.generation.run import read_prompts
 from tests.conftest import SMALL
 
 
@@ -35,8 +41,31 @@ def test_prompts_from_a_file_and_samples_of_each(generating, workdir):
     assert "tokens," not in result.out
 
 
+PROMPTS = "Ann\x0c \u2028sees\x85\r\n\nZoë \rlikes\n\n"
+
+
+@pytest.mark.parametrize("way", ["file", "gz", "fifo", "stdin"])
+def test_prompts_are_read_as_data_are(way, workdir, monkeypatch):
+    data = BOM + PROMPTS.encode()
+    name = {"gz": "prompts.txt.gz", "stdin": "-"}.get(way, "prompts.txt")
+    if way == "fifo":
+        os.mkfifo(name)
+        Thread(target=Path(name).write_bytes, args=(data,)).start()
+    elif way == "stdin":
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), "latin-1"))
+    else:
+        Path(name).write_bytes(gzip.compress(data) if way == "gz" else data)
+    assert read_prompts(name) == ["Ann\x0c \u2028sees\x85", "", "Zoë \rlikes", ""]
+
+
+def test_prompts_from_standard_input_are_utf8(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Caf\xe9"), "latin-1"))
+    with pytest.raises(ValueError, match="standard input is not UTF-8: byte 0xe9 at offset 3"):
+        read_prompts("-")
+
+
 def test_json_is_an_object_a_line(generating, workdir, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("Ann \nZoë \n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Ann \nZoë \n".encode())))
     result = generating("prompt_file=-", "output=json")
     assert result.code == 0, result.err
     rows = [json.loads(line) for line in result.out.splitlines()]
@@ -139,7 +168,7 @@ def test_ctrl_c_ends_with_what_was_made(generating, monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["prompt_file=gone.txt"], "prompt_file=gone.txt does not exist"), (["prompt_file=empty.txt"], "holds no prompt"),
-    (["prompt_file=latin.txt"], "latin.txt is not UTF-8: byte at offset 3"), (["num_samples=0"], "num_samples=0"),
+    (["prompt_file=latin.txt"], "latin.txt is not UTF-8: byte 0xe9 at offset 3"), (["num_samples=0"], "num_samples=0"),
     (["stop=['']"], "stop holds an empty text"), (["overflow=wrap"], "overflow='wrap'"), (["min_p=2"], "min_p=2"),
     (["overflow=slide", "max_new_tokens=null"], "overflow=slide has no end"), (["output=xml"], "output='xml'"),
     (["overflow=extend"], "model.position=rotary"), (["banned=[999]"], "id 999"), (["max_seconds=0"], "max_seconds=0"),
