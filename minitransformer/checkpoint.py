@@ -12,6 +12,7 @@
       starts.jsonl         how and on what the run was started and went on: an object each time
       held_out.json        a little held-out text, for looking at the model
       report.html          the run in one page
+      hugging_face.zip     of a converted model: files of its folder that describe its use, for when it leaves again
 
 Both kinds of model file are self-contained, and neither can run code: safetensors holds numbers and strings,
 checkpoints are read with `weights_only=True`.
@@ -22,6 +23,7 @@ import json
 import math
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -45,6 +47,7 @@ SAMPLES_FILE = "samples.txt"
 REPORT_FILE = "report.html"
 STARTS_FILE = "starts.jsonl"
 HELD_OUT_FILE = "held_out.json"
+USE_FILE = "hugging_face.zip"
 HEADER = "minitransformer"  # the key under which both kinds of file describe the model
 
 
@@ -108,7 +111,10 @@ def _disk_full(error: BaseException | None) -> OSError | None:
 
 def describe(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """What a model file says of itself, as plain strings."""
-    return {"model": json.dumps(asdict(config)), "tokenizer": tokenizer.to_json()}
+    about = {"model": json.dumps(asdict(config)), "tokenizer": tokenizer.to_json()}
+    if len(tokenizer.end_ids) > 1:  # tokenizer.json has no place for several
+        about["end_ids"] = json.dumps(sorted(tokenizer.end_ids))
+    return about
 
 
 def save_model(path: Path, config: ModelConfig, state: dict[str, torch.Tensor], tokenizer: Tokenizer) -> None:
@@ -179,7 +185,8 @@ def read_model(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor], Tokeni
         state = {name.removeprefix("model."): tensor for name, tensor in saved["state_dict"].items()}
     if "model" not in header or "tokenizer" not in header:
         raise CheckpointError(f"{path} does not describe a minitransformer model")
-    return ModelConfig.from_dict(json.loads(header["model"])), state, Tokenizer.from_json(header["tokenizer"])
+    tokenizer = Tokenizer.from_json(header["tokenizer"], json.loads(header.get("end_ids", "[]")))
+    return ModelConfig.from_dict(json.loads(header["model"])), state, tokenizer
 
 
 def _load_file(path: Path, device) -> tuple[Transformer, Tokenizer]:
@@ -200,6 +207,21 @@ def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tenso
             return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors ({error})") from None
+
+
+def use_file(source: Path) -> Path | None:
+    """The files that describe the use of a model, in an archive; None where it was not converted.
+
+    source: a run directory, or one of its model files.
+    """
+    run = source if source.is_dir() else source.parent.parent if source.suffix == ".ckpt" else source.parent
+    return run / USE_FILE if (run / USE_FILE).is_file() else None
+
+
+def keep_use(source: Path, run: Path) -> None:
+    """Give these files to a run that goes on from the model `source`."""
+    if found := use_file(source):
+        shutil.copyfile(found, run / USE_FILE)
 
 
 def same_weights(one: Path, other: Path) -> bool:

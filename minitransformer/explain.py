@@ -131,9 +131,10 @@ def vocabulary(config: ExplainConfig) -> tuple[int, str]:
         if not Path(name).exists():
             from huggingface_hub import try_to_load_from_cache
 
-            name = try_to_load_from_cache(name, "tokenizer.json")
-            if not isinstance(name, str):
+            file = try_to_load_from_cache(name, "tokenizer.json")
+            if not isinstance(file, str):
                 raise ValueError(f"tokenizer.name={tokenizer.name} is not on this machine; set model.vocab_size")
+            name = str(Path(file).parent)
         return Tokenizer.pretrained(name).vocab_size, f"tokenizer.name={tokenizer.name}"
     if isinstance(tokenizer, ByteConfig):
         return 257, "tokenizer=byte"

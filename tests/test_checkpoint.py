@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from minitransformer import ModelConfig, Tokenizer, Transformer, load
@@ -46,6 +47,20 @@ def test_a_saved_model_is_the_model(tmp_path, tie, position):
     assert (again.head.weight is again.embedding.weight) == tie
     assert not again.training
     assert torch.equal(again(tokens), model(tokens))
+
+
+def test_a_model_file_keeps_all_tokens_that_end_a_text(tmp_path):
+    backend = type(Tokenizer.bytes().backend).from_str(Tokenizer.bytes().to_json())
+    backend.add_special_tokens(["<eot>", "<call>"])
+    model = Transformer(ModelConfig(vocab_size=259, d_model=8, n_layers=1, n_heads=1))
+    for end_ids in ([], [0], [258, 257]):  # the first two as files of before have it
+        tokenizer = Tokenizer(backend, end_ids)
+        save_model(tmp_path / "m.safetensors", model.config, model.state_dict(), tokenizer)
+        with safe_open(tmp_path / "m.safetensors", "pt") as file:
+            assert set(file.metadata()) == {"model", "tokenizer", *(["end_ids"] if len(end_ids) > 1 else [])}
+        again = load(tmp_path / "m.safetensors")[1]
+        assert again.end_ids == {0, *end_ids}
+        assert again.boundary == 0
 
 
 def test_run_directory_and_files_give_the_same_model(trained, tmp_path):

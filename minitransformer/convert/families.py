@@ -18,20 +18,24 @@ from minitransformer.convert.mapping import (
 )
 from minitransformer.model.config import ModelConfig
 
-# Of no consequence to what a model computes: who wrote it, how it was trained, how `transformers` runs or samples it.
+# How `transformers` samples from a model: these keys, if any, are in generation_config.json too.
+GENERATION = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "min_length", "do_sample",
+    "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p",
+    "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
+# What else describes the use of a model, and is kept for when it leaves again.
+USE = (*GENERATION, "tokenizer_class", "unk_token_id", "sep_token_id", "prefix", "task_specific_params")
+# Of no consequence to what a model computes: who wrote it, how it was trained, how `transformers` runs it.
 ANYWHERE = ignored(
-    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache",
-    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
-    "decoder_start_token_id", "attention_dropout", "hidden_dropout", "classifier_dropout", "gradient_checkpointing",
+    *USE, "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache",
+    "initializer_range", "attention_dropout", "hidden_dropout", "classifier_dropout", "gradient_checkpointing",
     "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "output_attentions",
     "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores", "torchscript", "pruned_heads",
-    "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "prefix",
-    "task_specific_params", "tf_legacy_loss", "use_bfloat16", "tokenizer_class", "pretraining_tp", "max_length",
-    "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature",
-    "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id",
-    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
-    "begin_suppress_tokens",
+    "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "_num_labels", "problem_type", "finetuning_task",
+    "tf_legacy_loss", "use_bfloat16", "pretraining_tp", "output_past", "auto_map", "unsloth_fixed", "unsloth_version",
 )  # fmt: skip
 EVERYWHERE = [ANYWHERE, only(is_encoder_decoder=False, add_cross_attention=False, cross_attention_hidden_size=None)]
 
@@ -214,7 +218,7 @@ GPT2 = Family(
         only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
         ignored(
             "n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
-            "summary_proj_to_labels", "summary_first_dropout",
+            "summary_proj_to_labels", "summary_first_dropout", "n_special", "predict_special_tokens",
         ),
     ],
     names={

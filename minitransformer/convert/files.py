@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,12 @@ from torch import Tensor
 from minitransformer.checkpoint import CheckpointError, read_plain
 from minitransformer.convert.mapping import ConvertError
 
+# What describes how a model is used, whatever it computes.
+USE_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model*", "tekken.json", "chat_template.jinja",
+    "chat_template.json", "additional_chat_templates/*.jinja", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY.md",
+)  # fmt: skip
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 
 
@@ -73,6 +80,22 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ConvertError(f"{path} holds more than tensors by name")
     return found
+
+
+def pack_use(folder: Path, archive: Path) -> None:
+    """Keep those of USE_FILES that are in `folder`."""
+    with ZipFile(archive, "w", ZIP_DEFLATED) as file:
+        for path in (path for pattern in USE_FILES for path in sorted(folder.glob(pattern))):
+            file.write(path, path.relative_to(folder))
+
+
+def unpack_use(archive: Path, folder: Path) -> None:
+    """Raises ConvertError when the archive is damaged."""
+    try:
+        with ZipFile(archive) as file:
+            file.extractall(folder)
+    except BadZipFile as error:
+        raise ConvertError(f"{archive} is damaged: {error}") from None
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def dropout(*keys: str, default: float) -> Part:
 
 
 def ignored(*keys: str) -> Part:
-    """Keys that change nothing of what a model computes."""
+    """Keys that change nothing of what a model computes, whatever their values."""
     return Part(dict.fromkeys(keys), (), lambda given: {}, lambda settings: {})
 
 
@@ -319,7 +319,7 @@ class Family:
             ConvertError: it says something that we do not know, or cannot do.
         """
         known = self.defaults
-        if unknown := sorted(set(given) - set(known)):
+        if unknown := sorted(key for key in set(given) - set(known) if given[key] is not None):
             raise ConvertError(
                 f"config.json: {unknown[0]}={given[unknown[0]]!r} is not known for model_type={self.model_type}"
             )

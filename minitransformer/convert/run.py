@@ -9,12 +9,20 @@ from tokenizers import decoders
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from minitransformer.checkpoint import MODEL_FILE, CheckpointError, read_model, save_model
+from minitransformer.checkpoint import MODEL_FILE, USE_FILE, CheckpointError, read_model, save_model, use_file
 from minitransformer.convert.config import ConvertConfig
-from minitransformer.convert.families import FAMILIES, find_family
-from minitransformer.convert.files import new_folder, read_json, read_tensors, write_json, write_tensors
+from minitransformer.convert.families import FAMILIES, GENERATION, USE, find_family
+from minitransformer.convert.files import (
+    new_folder,
+    pack_use,
+    read_json,
+    read_tensors,
+    unpack_use,
+    write_json,
+    write_tensors,
+)
 from minitransformer.convert.mapping import ConvertError, Family, NoCounterpart
-from minitransformer.data.tokenizer import Tokenizer, document_tokens, set_template, template
+from minitransformer.data.tokenizer import Tokenizer, document_tokens, named_tokens, set_template, template
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.transformer import Transformer
 
@@ -30,10 +38,13 @@ def run(config: ConvertConfig) -> None:
     """
     source, to = Path(config.source), Path(config.to)
     if is_hugging_face(source):
+        if config.shard_gb != ConvertConfig.shard_gb:
+            raise ConvertError(f"shard_gb={config.shard_gb:g} is for Hugging Face folders; a model of ours is one file")
         with new_folder(to) as folder:
             model, state, tokenizer = from_hugging_face(source, config.tokenizer_path)
             save_model(folder / MODEL_FILE, model, state, tokenizer)
             (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+            pack_use(Path(config.tokenizer_path or source), folder / USE_FILE)
         print(f"{to}: {describe(model, state)}, {_documents(tokenizer)}")
     else:
         if config.tokenizer_path is not None:
@@ -45,7 +56,7 @@ def run(config: ConvertConfig) -> None:
         except CheckpointError as error:
             raise ConvertError(f"from={source} is no Hugging Face folder, and {error}") from None
         with new_folder(to) as folder:
-            family = to_hugging_face(folder, model, state, tokenizer, config.shard_gb * 1e9)
+            family = to_hugging_face(folder, model, state, tokenizer, config.shard_gb * 1e9, use_file(source))
         print(f"{to}: {family.architecture}, {describe(model, state)}, {_documents(tokenizer)}")
 
 
@@ -56,8 +67,13 @@ def describe(config: ModelConfig, state: State) -> str:
 
 
 def _documents(tokenizer: Tokenizer) -> str:
-    start, end = (tokenizer.backend.id_to_token(i) for i in (tokenizer.start, tokenizer.boundary))
-    return f"documents start with {start} and end with {end}"
+    start, end, *others = map(tokenizer.backend.id_to_token, (tokenizer.start, *end_ids(tokenizer)))
+    return f"documents start with {start} and end with {end}" + "".join(f", texts with {name} too" for name in others)
+
+
+def end_ids(tokenizer: Tokenizer) -> list[int]:
+    """All that end a text, first the one that ends documents."""
+    return [tokenizer.boundary, *sorted(tokenizer.end_ids - {tokenizer.boundary})]
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -91,7 +107,7 @@ def from_hugging_face(folder: Path, tokenizer: str | None = None) -> tuple[Model
         print(f"its dynamic rotary scaling begins past {config.max_seq_len} tokens, where the converted model ends")
     if lost := family.lost_dropouts(given, config):
         print(f"{', '.join(lost)} is left out: a model of ours has one dropout in all places, here {config.dropout}")
-    found = read_tokenizer(folder, tokenizer, given)
+    found = read_tokenizer(folder, tokenizer)
     if found.vocab_size > config.vocab_size:
         raise ConvertError(
             f"{folder}: the tokenizer has {found.vocab_size} ids, the embedding has {config.vocab_size}; "
@@ -138,14 +154,14 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {n: tuple(t.shape) for n, t in state.items() if n != "head.weight" or not config.tie_embeddings}
 
 
-def read_tokenizer(folder: Path, other: str | None, config: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a folder, or the one at `other`; config.json says which tokens start and end documents.
+def read_tokenizer(folder: Path, other: str | None) -> Tokenizer:
+    """The tokenizer of a folder, or the one at `other`, a folder or a file.
 
     Raises:
         ConvertError: there is none, or it would lose text.
     """
-    path = Path(other or folder)
-    path = path / "tokenizer.json" if path.is_dir() else path
+    place = Path(other or folder)
+    path = place / "tokenizer.json" if place.is_dir() else place
     if not path.is_file():
         have = f"tokenizer_path={other} does not exist" if other else f"{folder} has no tokenizer.json"
         raise ConvertError(f"{have}; a model of ours has its tokenizer with it: give one with tokenizer_path=PATH")
@@ -153,17 +169,9 @@ def read_tokenizer(folder: Path, other: str | None, config: dict[str, Any]) -> T
         backend = Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise ConvertError(f"{path} cannot be read as a tokenizer ({' '.join(str(error).split())})") from None
-    generation = folder / "generation_config.json"
-    given = config | (read_json(generation) if generation.is_file() else {})
-
-    def token(key: str) -> str | None:
-        number = given.get(key)
-        number = number[0] if isinstance(number, list) and number else number
-        return backend.id_to_token(number) if isinstance(number, int) else None
-
-    names = {} if other else {"start": token("bos_token_id"), "end": token("eos_token_id")}
+    names = named_tokens(place, backend) if place.is_dir() else (None, [])
     try:
-        return Tokenizer.adopt(backend, **names)
+        return Tokenizer.adopt(backend, *names)
     except ValueError as error:
         raise ConvertError(f"{path} cannot be used: {error}; give another with tokenizer_path=PATH") from None
 
@@ -172,9 +180,11 @@ def read_tokenizer(folder: Path, other: str | None, config: dict[str, Any]) -> T
 
 
 def to_hugging_face(
-    folder: Path, config: ModelConfig, state: State, tokenizer: Tokenizer, shard_bytes: float = 5e9
+    folder: Path, config: ModelConfig, state: State, tokenizer: Tokenizer, shard_bytes: float, use: Path | None
 ) -> Family:
     """Fill a folder that `AutoModelForCausalLM` and `AutoTokenizer` of `transformers` load.
+
+    use: an archive of the files that describe the use of a model that came from there; they leave as they came.
 
     Raises:
         NoCounterpart: no family has what the model has.
@@ -192,13 +202,24 @@ def to_hugging_face(
         if ours is None:  # gains and biases that change nothing
             ours = (torch.ones if weight.ours.endswith("_gain") else torch.zeros)(weight.shape, dtype=dtype)
         tensors |= zip(weight.theirs, weight.to_theirs(ours), strict=True)
-    start, end = tokenizer.start, tokenizer.boundary
-    ids = {"bos_token_id": start, "eos_token_id": end}
-    written = family.write_config(config) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
     write_tensors(folder, tensors, shard_bytes)
-    write_json(folder / "config.json", written)
-    write_json(folder / "generation_config.json", ids)
-    write_tokenizer(folder, tokenizer, config.max_seq_len)
+    given: dict[str, Any] = {}
+    if use is None:
+        write_tokenizer(folder, tokenizer, config.max_seq_len)
+    else:
+        unpack_use(use, folder)
+        given = read_json(folder / "config.json")
+        if given["model_type"] != family.model_type:  # by which `transformers` may choose to change tokenizer.json
+            path = folder / "tokenizer_config.json"
+            settings = read_json(path) if path.exists() else {}
+            write_json(path, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    ends = end_ids(tokenizer)
+    ids = {"bos_token_id": tokenizer.start, "eos_token_id": ends[0]}
+    written = {key: given[key] for key in USE if key in given} | family.write_config(config) | ids
+    write_json(folder / "config.json", written | {"torch_dtype": str(dtype).removeprefix("torch.")})
+    if not (folder / "generation_config.json").exists():
+        generation = {key: given[key] for key in GENERATION if key in given} | ids
+        write_json(folder / "generation_config.json", generation | ({"eos_token_id": ends} if len(ends) > 1 else {}))
     return family
 
 

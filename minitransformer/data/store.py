@@ -5,7 +5,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
@@ -111,7 +111,8 @@ def open_store(
                     _build(entry, config, tokenizer_config, corpus, console)
         except OSError as error:
             raise ValueError(f"data.cache_dir={entry.parent} cannot be written: {error.strerror or error}") from None
-    return _read(entry)
+    store = _read(entry)
+    return replace(store, tokenizer=tokenizer_config) if given else store  # an entry does not keep all of it
 
 
 def _read(entry: Path) -> Store:

@@ -4,7 +4,7 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tokenizers.models import BPE, WordLevel
 from minitransformer.data.sentencepiece import SPACE, bytes_of, is_sentencepiece, without_prefix
 
 BOUNDARY = "<|endoftext|>"  # stands before each document and after the last; its id starts and ends a text
-# What others call it; the first that a pretrained tokenizer has is taken.
+# What others call it; of those that a pretrained tokenizer has, the first special token is taken.
 BOUNDARIES = (BOUNDARY, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 PIECE = 2**14  # characters that are encoded at once; a longer text is cut
 PROBE = '  It\'s naïve, 李 said:\r\n\t"🦉"...\n\n 42\u2028\x00\ufeff e\u0301 '  # text that lossy tokenizers change
@@ -50,11 +50,74 @@ def set_template(backend: Backend, start: str, end: str | None = None) -> None:
     backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=ids)
 
 
+def special_tokens(backend: Backend) -> dict[str, int]:
+    """The special tokens, which stand for no text, and their ids."""
+    return {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+
+
 def document_tokens(backend: Backend) -> tuple[str | None, str | None]:
-    """The tokens that start and end a document: the post-processor's, or the first of BOUNDARIES that is there."""
+    """The tokens that start and end a document: the post-processor's, or the first of BOUNDARIES that is there.
+
+    Special tokens go before others: Gemma's </s> is a tag of HTML.
+    """
     start, end = template(backend)
-    end = end or next((name for name in BOUNDARIES if backend.token_to_id(name) is not None), None)
+    special = special_tokens(backend)
+    known = [name for name in BOUNDARIES if backend.token_to_id(name) is not None]
+    known = [name for name in known if name in special] or known
+    end = end or next(iter(known), None)
     return start or end, end
+
+
+# The files of a Hugging Face folder that say what starts and ends a text: by ids and by names, the later word counting.
+BY_ID, BY_NAME = ("config.json", "generation_config.json"), ("special_tokens_map.json", "tokenizer_config.json")
+
+
+def named_tokens(folder: Path, backend: Backend) -> tuple[str | None, list[str]]:
+    """The token that starts a text and all that end one, as the files of a Hugging Face folder say.
+
+    The ids come first, as `transformers` generates by them, but for a start that it puts before every text.
+
+    Raises:
+        ValueError: one of these files is no JSON object.
+    """
+    ids, names = _merged(folder, BY_ID), _merged(folder, BY_NAME)
+    added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+
+    def tokens(value) -> list[str]:
+        """Of an id, a list of ids, a name, or an object that holds a name."""
+        values = value if isinstance(value, list) else [value]
+        found = [v.get("content") if isinstance(v, dict) else added.get(v, v) for v in values]
+        return [name for name in found if isinstance(name, str) and backend.token_to_id(name) is not None]
+
+    starts, ends = tokens(ids.get("bos_token_id")), tokens(ids.get("eos_token_id"))
+    if names.get("add_bos_token") or not (starts or ends):
+        starts = tokens(names.get("bos_token")) or starts
+    return next(iter(starts), None), ends or tokens(names.get("eos_token"))
+
+
+def _merged(folder: Path, names: Iterable[str]) -> dict:
+    found: dict = {}
+    for name in names:
+        if (folder / name).is_file():
+            found |= _json_object(folder / name)
+    return found
+
+
+def _json_object(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {type(found).__name__}, not an object")
+    return found
+
+
+def _of_the_hub(name: str) -> Path:
+    """The folder that holds the files of a repository's tokenizer."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["tokenizer.json", *BY_ID, *BY_NAME]))
 
 
 class Tokenizer:
@@ -63,11 +126,13 @@ class Tokenizer:
     boundary: the id of the token that ends documents, and starts them; no text encodes to it.
     start: the id of the token that starts documents, where that is another: the one that the post-processor of
         tokenizer.json puts before a text, such as Llama 3's <|begin_of_text|>. It may also name the boundary.
-    token_bytes: the bytes that each id stands for, none for the boundary.
+    end_ids: all ids that end a text in generation, the boundary among them: a model for chats has several.
+    special: the special tokens by name. No text encodes to one.
+    token_bytes: the bytes that each id stands for, none for special tokens.
     prefix: what a tokenizer of SentencePiece's kind reads before a text, a space, or nothing.
     """
 
-    def __init__(self, backend: Backend):
+    def __init__(self, backend: Backend, end_ids: Iterable[int] = ()):
         self.prefix, self._json, self._space = "", None, None
         if sentencepiece := is_sentencepiece(backend):
             self._json = backend.to_str()
@@ -80,15 +145,19 @@ class Tokenizer:
         if start is None or boundary is None:
             raise ValueError(f"the tokenizer has none of {', '.join(BOUNDARIES)}, which start and end documents")
         self.start, self.boundary = vocabulary[start], vocabulary[boundary]
-        self.characters = set(vocabulary) - {boundary} if isinstance(backend.model, WordLevel) else None
+        self.end_ids = frozenset({self.boundary, *end_ids})
+        self.special = special_tokens(backend)
+        self.characters = set(vocabulary) - set(self.special) if isinstance(backend.model, WordLevel) else None
         added = backend.get_added_tokens_decoder()
         byte_of = _byte_of()
         self.token_bytes = [b""] * (max(vocabulary.values()) + 1)
         for token, i in vocabulary.items():
-            if i in added or self.characters:
-                self.token_bytes[i] = b"" if i in added and added[i].special else token.encode()
+            if token in self.special:
+                continue
             elif sentencepiece:
                 self.token_bytes[i] = bytes_of(token)
+            elif i in added or self.characters:
+                self.token_bytes[i] = token.encode()
             elif set(token) <= byte_of.keys():
                 self.token_bytes[i] = bytes(byte_of[c] for c in token)
             else:
@@ -107,28 +176,33 @@ class Tokenizer:
 
     @classmethod
     def pretrained(cls, name: str) -> "Tokenizer":
-        """A tokenizer.json that can spell every byte: a file, a folder that holds one, or one of the hub.
+        """A tokenizer.json that can spell every byte: a file, a folder that holds one, or a repository of the hub.
+
+        Of a folder or repository, `named_tokens` says what starts and ends a text.
 
         Raises:
             ValueError: there is none, or it would lose some text.
         """
-        path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
+        path = Path(name)
         try:
-            backend = Backend.from_file(str(path)) if path.exists() else Backend.from_pretrained(name)
+            folder = path if path.exists() else _of_the_hub(name)
+            file = folder / "tokenizer.json" if folder.is_dir() else folder
+            backend = Backend.from_file(str(file))
         except Exception as error:  # tokenizers raises bare Exception
             found = "" if path.exists() else f", nor is there a file {path}"
             raise ValueError(f"cannot load tokenizer.name={name}: {' '.join(str(error).split())}{found}") from None
         try:
-            return cls.adopt(backend)
+            start, ends = named_tokens(folder, backend) if folder.is_dir() else (None, [])
+            return cls.adopt(backend, start, ends[:1])  # a new model learns one
         except ValueError as error:
             raise ValueError(f"cannot use tokenizer.name={name}: {error}") from None
 
     @classmethod
-    def adopt(cls, backend: Backend, start: str | None = None, end: str | None = None) -> "Tokenizer":
+    def adopt(cls, backend: Backend, start: str | None = None, ends: Sequence[str] = ()) -> "Tokenizer":
         """A tokenizer of others, made lossless.
 
-        start, end: tokens that start and end a document, where its own post-processor does not say it (None: found by
-            name, see BOUNDARIES).
+        start: the token that starts a document, where its own post-processor puts none before a text.
+        ends: the tokens that end a text, first the one that ends documents (none: found by name, see BOUNDARIES).
 
         Raises:
             ValueError: it would lose some text, or no token ends documents.
@@ -137,18 +211,34 @@ class Tokenizer:
             backend.normalizer = None  # so that every text comes back as it was
         backend.no_padding()
         backend.no_truncation()
+        found = document_tokens(backend)
+        end = ends[0] if ends else found[1]
         around = template(backend)[0] or start or end, end
-        if end is not None and around != document_tokens(backend):
+        if end is not None and around != found:
             set_template(backend, *around)
-        tokenizer = cls(backend)
-        probes = (PROBE, PROBE.strip()) if tokenizer.characters is None else ("".join(sorted(tokenizer.characters)),)
-        try:
-            kept = all(tokenizer.decode(tokenizer.encode(probe)) == probe for probe in probes)
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ValueError(f"it cannot encode every text ({error}); only tokenizers of bytes can") from None
-        if not kept:
-            raise ValueError("it changes text; only tokenizers of bytes lose none")
+        # No text may encode to these.
+        backend.add_special_tokens(sorted({*around, *ends} - {None} - set(special_tokens(backend))))
+        tokenizer = cls(backend, map(backend.token_to_id, ends))
+        tokenizer._check_lossless()
         return tokenizer
+
+    def _check_lossless(self) -> None:
+        """Raise ValueError, saying why, when some text would not come back."""
+        lossy = "it changes text; only tokenizers of bytes lose none"
+        probes = [(PROBE, lossy), (PROBE.strip(), lossy)]
+        if self.characters is not None:
+            probes = [("".join(sorted(self.characters)), lossy)]
+        for token in self.backend.get_added_tokens_decoder().values():
+            if not token.special:
+                what = "takes in the spaces beside it" if token.lstrip or token.rstrip else "changes text"
+                probes.append((f"a {token.content}  b{token.content}", f"its added token {token.content!r} {what}"))
+        for probe, why in probes:
+            try:
+                kept = self.decode(self.encode(probe)) == probe
+            except Exception as error:  # tokenizers raises bare Exception
+                raise ValueError(f"it cannot encode every text ({error}); only tokenizers of bytes can") from None
+            if not kept:
+                raise ValueError(why)
 
     @classmethod
     def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -193,13 +283,13 @@ class Tokenizer:
         return self._json or self.backend.to_str()
 
     @classmethod
-    def from_json(cls, text: str) -> "Tokenizer":
+    def from_json(cls, text: str, end_ids: Iterable[int] = ()) -> "Tokenizer":
         """Raises ValueError when `text` is not a tokenizer."""
         try:
             backend = Backend.from_str(text)
         except Exception as error:
             raise ValueError(f"not a tokenizer: {error}") from None
-        return cls(backend)
+        return cls(backend, end_ids)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":

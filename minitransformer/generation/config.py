@@ -85,7 +85,8 @@ class GenerateConfig(Sampling):
     quantize: int8 reads weights of eight bits, which is faster and a little less exact (none: as they are).
     max_new_tokens: tokens at most (None: as many as the model still holds).
     max_seconds: stop after this time (None: never).
-    stop: texts that end a continuation; they are not part of it.
+    stop: texts that end a continuation; they are not part of it. A special token is named as it is written,
+        such as <|im_end|>.
     overflow: what happens past the model's max_seq_len. `error` refuses before work; `slide` reads the newest half
         again whenever the model is full, and goes on; `extend` reads further, where positions reach further.
     output: text, or json: one object a line with prompt, text, tokens, log_probs and finish.

@@ -25,7 +25,7 @@ class Continuation:
     """What a prompt was continued with.
 
     tokens, log_probs: ids, the end token among them, and how likely the model itself found each.
-    finish: end (the model ended the document) | stop (a stop text came) | length | time.
+    finish: end (one of the tokenizer's `end_ids` came) | stop (a stop text came) | length | time.
     """
 
     prompt: str
@@ -65,10 +65,14 @@ def fitting(model: Transformer, prompt_length: int, max_new_tokens: int | None, 
 
 
 class Row:
-    """One continuation as it grows: ids become text in whole characters, and stop texts are found across tokens."""
+    """One continuation as it grows: ids become text in whole characters, and stop texts are found across tokens.
+
+    A stop text may also be the name of a special token, which stands for no text itself.
+    """
 
     def __init__(self, prompt: str, ids: list[int], tokenizer: Tokenizer, stop: list[str]):
         self.prompt, self.prompt_ids, self.tokenizer, self.stop = prompt, ids, tokenizer, stop
+        self._stop_ids = {tokenizer.special[name] for name in stop if name in tokenizer.special}
         self.text, self.tokens, self.log_probs, self.finish = "", [], [], ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._shown = 0
@@ -79,14 +83,12 @@ class Row:
         """Take a token in; sets `finish` where it ends the text."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
-        ended = token == self.tokenizer.boundary
-        before = len(self.text)
-        new = self._decoder.decode(self.tokenizer.token_bytes[token], final=ended)
-        if new:
-            new, self._prefix = new.removeprefix(self._prefix), ""
-        self.text += new
-        if not self._cut(before) and ended:
-            self.finish = "end"
+        if token in self._stop_ids:
+            self.end("stop")
+        elif token in self.tokenizer.end_ids:
+            self.end("end")
+        else:
+            self._write(self._decoder.decode(self.tokenizer.token_bytes[token]))
 
     def grown(self, token: int, log_prob: float) -> "Row":
         """A copy that goes on with a token."""
@@ -99,18 +101,19 @@ class Row:
     def end(self, why: str) -> None:
         """No token comes any more."""
         if not self.finish:
-            before = len(self.text)
-            self.text += self._decoder.decode(b"", final=True)
-            if not self._cut(before):
-                self.finish = why
+            self._write(self._decoder.decode(b"", final=True))
+            self.finish = self.finish or why
 
-    def _cut(self, before: int) -> bool:
-        """End the text where the first stop text begins, if one has come since it was `before` characters long."""
+    def _write(self, new: str) -> None:
+        """Append text, and end it where the first stop text begins."""
+        before = len(self.text)
+        if new:
+            new, self._prefix = new.removeprefix(self._prefix), ""
+        self.text += new
         found = [self.text.find(stop, max(0, before - self._longest + 1)) for stop in self.stop]
         places = [place for place in found if place >= 0]
         if places:
             self.text, self.finish = self.text[: min(places)], "stop"
-        return bool(places)
 
     def fresh(self) -> str:
         """What can be shown since it was asked last: not what may still turn out to begin a stop text."""

@@ -39,6 +39,7 @@ from minitransformer.checkpoint import (
     atomic_write,
     checkpoint_path,
     describe,
+    keep_use,
     latest_run,
     load,
     new_run,
@@ -156,6 +157,8 @@ def train(
                 file.write(OmegaConf.to_yaml(asdict(config)).encode())
             with atomic_write(run / "tokenizer.json") as file:
                 file.write(data.tokenizer.to_json().encode())
+            if config.init_from is not None:
+                keep_use(Path(config.init_from), run)
             save_held_out(run, data.held_out(REPORTED_TOKENS))
         rewind(run, step)
         point_latest(run, Path(config.runs_dir))

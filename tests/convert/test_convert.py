@@ -249,6 +249,23 @@ def test_published_configs_are_read_and_written_again(name):
         assert family.read_config(newer).flat() == settings
 
 
+HARMLESS = dict(
+    _num_labels=1, output_past=True, unsloth_fixed=True, unsloth_version="2024.9", auto_map={"AutoConfig": "x.Y"},
+    quantization_config=None, key_of_the_future=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_keys_that_change_nothing_are_read_over(name):
+    given, _ = HUB[name]
+    family = FAMILIES[given["model_type"]]
+    more = dict(n_special=0, predict_special_tokens=True) if name == "gpt2" else {}
+    assert family.read_config(given | HARMLESS | more) == family.read_config(given)
+    for key, value in (("key_of_the_future", False), ("key_of_the_future", 0), ("quantization_config", {"bits": 4})):
+        with pytest.raises(ConvertError, match=rf"{key}=.* is not known for model_type={family.model_type}"):
+            family.read_config(given | {key: value})
+
+
 GPT2 = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 NEOX = ("hidden_dropout", "attention_dropout")
 
@@ -513,6 +530,7 @@ def test_wrong_commands_are_refused_in_one_line(command, folder, tmp_path):
         ([f"from={folder}", "to=out", "tokenizer_path=nowhere"], ["tokenizer_path=nowhere does not exist"]),
         ([f"from={folder.parent}/m.safetensors", "to=out", "tokenizer_path=book.txt"], ["is for Hugging Face folders"]),
         ([f"from={folder}", "to=out", "shard_gb=0"], ["shard_gb=0"]),
+        ([f"from={folder}", "to=out", "shard_gb=2"], ["shard_gb=2 is for Hugging Face folders"]),
         (["form=nowhere", "to=out"], ["form is not a setting; did you mean from?"]),
         (["folder=nowhere", "to=out"], ["there are from, to, tokenizer_path, shard_gb"]),
         (["from=[a]", "to=out"], ["error: from: Cannot convert"]), (["from=a,b", "to=out"], ["'from=a,b'"]),

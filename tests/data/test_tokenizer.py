@@ -171,6 +171,72 @@ def test_pretrained_tokenizers_lose_nothing(boundary, text, tmp_path_factory):
     assert Tokenizer.from_json(tokenizer.to_json()).fingerprint == tokenizer.fingerprint
 
 
+def chat() -> tokenizers.Tokenizer:
+    """With three tokens that might start or end a text, of which the last is not special."""
+    backend = other(GPT2, "</s>")
+    backend.add_special_tokens(["<begin>", "<eos>"])
+    backend.add_tokens(["<turn>"])
+    return backend
+
+
+B, E, S, T = ({"content": token} for token in ("<begin>", "<eos>", "</s>", "<turn>"))
+BEGIN, EOS, TURN = map(chat().token_to_id, ("<begin>", "<eos>", "<turn>"))
+
+
+@pytest.mark.parametrize(("files", "start", "end"), [
+    ({}, "</s>", "</s>"),
+    ({"tokenizer_config": dict(bos_token=B, eos_token=E)}, "<begin>", "<eos>"),
+    ({"tokenizer_config": dict(bos_token="<begin>", eos_token="<turn>")}, "<begin>", "<turn>"),
+    ({"tokenizer_config": dict(bos_token=None, eos_token="<eos>")}, "<eos>", "<eos>"),
+    ({"special_tokens_map": dict(bos_token=B, eos_token=S), "tokenizer_config": dict(eos_token=E)}, "<begin>", "<eos>"),
+    ({"config": dict(bos_token_id=BEGIN, eos_token_id=EOS), "tokenizer_config": dict(eos_token=T)}, "<begin>", "<eos>"),
+    ({"config": dict(eos_token_id=EOS), "generation_config": dict(eos_token_id=[TURN, EOS])}, "<turn>", "<turn>"),
+    ({"config": dict(eos_token_id=EOS), "tokenizer_config": dict(bos_token=B)}, "<eos>", "<eos>"),
+    ({"config": dict(eos_token_id=EOS), "tokenizer_config": dict(bos_token=B, add_bos_token=True)}, "<begin>", "<eos>"),
+    # Defaults of transformers' classes, which are ids of other tokens here, and tokens that are not there.
+    ({"config": dict(bos_token_id=7, eos_token_id=9), "tokenizer_config": dict(eos_token=E)}, "<eos>", "<eos>"),
+    ({"config": dict(eos_token_id=-1), "generation_config": dict(eos_token_id=10**20)}, "</s>", "</s>"),
+    ({"tokenizer_config": dict(bos_token="<no>", eos_token="<no>")}, "</s>", "</s>"),
+], ids=str)  # fmt: skip
+def test_the_files_beside_it_say_what_starts_and_ends_a_text(tmp_path, files, start, end):
+    backend = chat()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for name, values in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    tokenizer = Tokenizer.pretrained(str(tmp_path))
+    assert [backend.id_to_token(i) for i in (tokenizer.start, tokenizer.boundary)] == [start, end]
+    assert tokenizer.end_ids == {tokenizer.boundary}
+    assert tokenizer.token_bytes[tokenizer.boundary] == b""
+    for token in ("<begin>", "<eos>", "<turn>", "</s>"):  # text does not start or end anything
+        ids = tokenizer.encode(f"a {token}")
+        assert tokenizer.decode(ids) == f"a {token}"
+        assert not {tokenizer.start, tokenizer.boundary} & set(ids)
+    again = Tokenizer.from_json(tokenizer.to_json())
+    assert (again.start, again.boundary, again.fingerprint) == (
+        tokenizer.start, tokenizer.boundary, tokenizer.fingerprint,
+    )  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json holds list, not an object"):
+        Tokenizer.pretrained(str(tmp_path))
+
+
+def test_a_repository_of_the_hub_is_read_as_a_folder_is(tmp_path, monkeypatch):
+    """From the cache of earlier downloads, as the hub lays it out."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--chat"
+    folder = repository / "snapshots" / ("a" * 40)
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    chat().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<begin>", eos_token="<eos>")))
+    tokenizer = Tokenizer.pretrained("someone/chat")
+    assert tokenizer.fingerprint == Tokenizer.pretrained(str(folder)).fingerprint
+    assert tokenizer.start == tokenizer.special["<begin>"]
+
+
 def test_a_character_tokenizer_of_ours_is_taken_back(tmp_path):
     ours = Tokenizer.train_characters(["Ann, 李\n"])
     (tmp_path / "tokenizer.json").write_text(ours.to_json(), encoding="utf-8")
@@ -184,6 +250,12 @@ def test_pretrained_tokenizers_that_lose_text_are_refused(tmp_path):
             Tokenizer.pretrained(str(tmp_path))
 
     refused(other(GPT2, "[END]"), r"has none of <\|endoftext\|>, .*</s>")
+    for strips in ({"lstrip": True}, {"rstrip": True}):
+        spaced = other(GPT2)
+        spaced.add_tokens(["<a>", tokenizers.AddedToken("<think>", **strips)])
+        refused(spaced, "its added token '<think>' takes in the spaces beside it")
+        spaced.add_special_tokens([tokenizers.AddedToken("<think>", special=True, **strips)])  # text cannot name it
+        assert Tokenizer.adopt(spaced).decode(Tokenizer.adopt(spaced).encode("a <think>  b")) == "a <think>  b"
     refused(other(GPT2, pre_tokenizer=tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)), "it changes text")
     words = tokenizers.Tokenizer(
         tokenizers.models.WordPiece({"[UNK]": 0, "</s>": 1, "##ing": 2, "▁the": 3}, unk_token="[UNK]")

@@ -111,6 +111,45 @@ def test_a_text_ends_where_the_model_ends_the_document():
     assert generate(model, TOKENIZER, ["", "Ann"], 15, temperature=0)[0] == ""
 
 
+def chat_tokenizer() -> Tokenizer:
+    """Bytes and three special tokens, <eot> and <call> of which end a text as the boundary does."""
+    backend = type(BYTES.backend).from_str(BYTES.to_json())
+    backend.add_special_tokens(["<eot>", "<call>", "<user>"])
+    return Tokenizer(backend, end_ids=[257, 258])
+
+
+CHAT = chat_tokenizer()
+WAYS = {
+    "drawn": lambda model, **settings: generate_all(model, CHAT, ["Ann", ""], 5, num_samples=2, seed=0, **settings),
+    "slid": lambda model, **settings: generate_all(model, CHAT, ["Ann"], 5, overflow="slide", seed=0, **settings),
+    "drafted": lambda model, **settings: generate_all(model, CHAT, ["Ann", ""], 5, draft=model, seed=0, **settings),
+    "searched": lambda model, **settings: beam_search(model, CHAT, "Ann", 5, **settings),
+}
+
+
+@pytest.mark.parametrize(("token", "stop", "finish"), [
+    ("<|endoftext|>", [], "end"), ("<eot>", [], "end"), ("<call>", [], "end"), ("<user>", [], "length"),
+    ("<user>", ["<user>"], "stop"), ("<user>", ["x", "<eot>"], "length"), ("<eot>", ["zz", "<eot>"], "stop"),
+])  # fmt: skip
+@pytest.mark.parametrize("way", WAYS)
+def test_any_end_token_ends_a_text_and_a_special_one_that_is_named_stops_it(way, token, stop, finish):
+    """Other special tokens are banned, so that nothing else ends a text."""
+    model = make(vocab_size=CHAT.vocab_size)
+    end = CHAT.special[token]
+    others = [i for i in CHAT.special.values() if i != end]
+    for found in WAYS[way](model, forced={0: CHAT.encode("a")[0], 1: end}, banned=others, stop=stop):
+        assert (found.finish, found.tokens[1]) == (finish, end)
+        assert len(found.tokens) == (5 if finish == "length" else 2)
+        assert finish == "length" or found.text == "a"
+
+
+@pytest.mark.parametrize("token", CHAT.special)
+def test_a_stream_holds_back_no_text_when_a_special_token_ends_it(token):
+    model = make(vocab_size=CHAT.vocab_size)
+    forced = {0: CHAT.encode("<")[0], 1: CHAT.encode("u")[0], 2: CHAT.special[token]}
+    assert "".join(stream(model, CHAT, "Ann", 5, forced=forced, stop=["<user>"])) == "<u"
+
+
 def test_ids_past_the_tokenizer_are_never_drawn():
     model = make(vocab_size=TOKENIZER.vocab_size + 40)
     with torch.no_grad():

@@ -197,7 +197,7 @@ def test_a_converted_model_is_tuned_and_leaves_again(tune, command, trained, wor
     given["post_processor"] = None
     (workdir / "theirs" / "tokenizer.json").write_text(json.dumps(given))
     for file in ("config.json", "generation_config.json"):
-        values = json.loads((workdir / "theirs" / file).read_text()) | {"bos_token_id": 298, "eos_token_id": 299}
+        values = json.loads((workdir / "theirs" / file).read_text()) | {"bos_token_id": 298, "eos_token_id": [299, 298]}
         (workdir / "theirs" / file).write_text(json.dumps(values))
     result = command("convert", "from=theirs", "to=ours")
     assert result.code == 0, result.err
@@ -219,4 +219,9 @@ def test_a_converted_model_is_tuned_and_leaves_again(tune, command, trained, wor
     tokens = torch.cat([t.flatten() for t in seen])
     assert (tokens == 298).sum() > 20
     assert not (tokens == 299).any()
-    assert command("convert", f"from={run}", "to=back").code == 0
+    for source in (run, run / "best.safetensors"):
+        assert command("convert", f"from={source}", f"to=back-{source.stem}").code == 0
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            path = workdir / f"back-{source.stem}" / file
+            assert path.read_bytes() == (workdir / "theirs" / file).read_bytes()
+    assert load(run)[1].end_ids == load("ours")[1].end_ids == {298, 299}
