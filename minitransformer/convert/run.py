@@ -37,6 +37,8 @@ def run(config: ConvertConfig) -> None:
             was written then.
     """
     source, to = Path(config.source), Path(config.to)
+    if source.is_file() and is_hugging_face(source.parent):
+        raise ConvertError(f"from={source} is a file of a Hugging Face folder; name the folder: from={source.parent}")
     if is_hugging_face(source):
         if config.shard_gb != ConvertConfig.shard_gb:
             raise ConvertError(f"shard_gb={config.shard_gb:g} is for Hugging Face folders; a model of ours is one file")
@@ -44,7 +46,8 @@ def run(config: ConvertConfig) -> None:
             model, state, tokenizer = from_hugging_face(source, config.tokenizer_path)
             save_model(folder / MODEL_FILE, model, state, tokenizer)
             (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-            pack_use(Path(config.tokenizer_path or source), folder / USE_FILE)
+            if config.tokenizer_path is None:  # of another tokenizer they would say what is wrong
+                pack_use(source, folder / USE_FILE)
         print(f"{to}: {describe(model, state)}, {_documents(tokenizer)}")
     else:
         if config.tokenizer_path is not None:
