@@ -529,7 +529,7 @@ def test_wrong_commands_are_refused_in_one_line(command, folder, tmp_path):
         ([f"from={folder}"], ["to is not given"]), ([f"from={folder}", "to=full"], ["to=full is there already"]),
         ([f"from={folder}", "to=out", "tokenizer_path=nowhere"], ["tokenizer_path=nowhere does not exist"]),
         ([f"from={folder.parent}/m.safetensors", "to=out", "tokenizer_path=book.txt"], ["is for Hugging Face folders"]),
-        ([f"from={folder}/config.json", "to=out"], [f"is a file of a Hugging Face folder; name the folder: from={folder}"]),
+        ([f"from={folder}/config.json", "to=out"], ["a file of a Hugging Face folder", f"from={folder}"]),
         ([f"from={folder}/model.safetensors", "to=out"], ["name the folder"]),
         ([f"from={folder}", "to=out", "shard_gb=0"], ["shard_gb=0"]),
         ([f"from={folder}", "to=out", "shard_gb=2"], ["shard_gb=2 is for Hugging Face folders"]),
