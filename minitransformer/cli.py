@@ -207,8 +207,8 @@ def harness() -> None:
         sys.argv += ["--model", "minitransformer"]
     try:
         cli_evaluate()
-    except ValueError as error:
-        sys.exit(f"error: {one_line(error, 'harness')}")
+    except (ValueError, NotImplementedError, OSError) as error:  # a file or data set that is not there is an OSError
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def _given(hydra: Any) -> list[str]:

@@ -25,6 +25,8 @@ from minitransformer.generation.config import Sampling
 from minitransformer.generation.generate import generate_all
 from minitransformer.model.checks import choose
 
+SETTINGS = ("checkpoint", "runs_dir", "batch_size", "device")
+
 
 @register_model("minitransformer")
 class HarnessModel(TemplateLM):
@@ -43,9 +45,11 @@ class HarnessModel(TemplateLM):
         runs_dir: str = "runs",
         batch_size: int | str = 8,
         device: str | None = None,
-        max_batch_size: None = None,
+        max_batch_size: int | None = None,
     ):
         super().__init__()
+        if max_batch_size is not None:
+            raise ValueError(f"max_batch_size={max_batch_size} is for batch_size=auto; write --batch_size 8")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"batch_size={batch_size} is no number of texts; write --batch_size 8")
         self.batch_size = int(batch_size)
@@ -57,13 +61,24 @@ class HarnessModel(TemplateLM):
         path = latest_run(Path(runs_dir)) if checkpoint is None else checkpoint
         self.model, self.words = load(path, self._device)
 
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict | None = None) -> "HarnessModel":
+        """The model for `--model_args` and the options beside it.
+
+        Raises:
+            ValueError: one of them is not known, or is given in both places.
+        """
+        options = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        for name, value in arg_dict.items():
+            if name in options:
+                raise ValueError(f"model_args: {name}={value} is set apart; write --{name} {value}")
+            if name not in SETTINGS:
+                raise ValueError(f"model_args: {name}={value} is not known; there are {', '.join(SETTINGS)}")
+        return cls(**arg_dict, **options)
+
     @property
     def eot_token_id(self) -> int:
         return self.words.boundary
-
-    @property
-    def prefix_token_id(self) -> int:
-        return self.words.start
 
     @property
     def tokenizer_name(self) -> str:
@@ -71,6 +86,9 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         return self.words.encode(string) if add_special_tokens is False else self.words.encode_document(string)
+
+    def apply_chat_template(self, *_, **__) -> str:
+        raise ValueError("apply_chat_template: models of this package have no template of chats; leave it out")
 
     def _scored(self, texts: list[list[int]], unscored: list[int], disable_tqdm: bool) -> list[tuple[float, bool]]:
         """Of each text of ids all but the first `unscored`: their log-probability, and is each the likeliest token.
@@ -93,6 +111,22 @@ class HarnessModel(TemplateLM):
                 np.logical_and.at(greedy, of_row[index], (likeliest | ~counted).all(1))
                 bar.update(len(index))
         return list(zip(log_prob.tolist(), greedy.tolist(), strict=True))
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-probabilities of continuations, split from their contexts as the harness's own models split them.
+
+        Raises:
+            ValueError: a continuation is empty, or lies in a token that begins in its context.
+        """
+        pairs = []
+        for request in requests:
+            context, continuation = request.args
+            known, new = self._encode_pair(context, continuation) if context else ([], self.words.encode(continuation))
+            if not new:
+                pair = f"the continuation {continuation!r} of {context[-20:]!r}"
+                raise ValueError(f"{pair} has no token of its own that could be scored")
+            pairs.append((request.args, known or [self.words.start], new))
+        return self._loglikelihood_tokens(pairs, disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_

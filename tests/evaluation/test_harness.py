@@ -12,12 +12,16 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'mi
 
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
+from tokenizers import Tokenizer as Backend
 
-from minitransformer import generate, score
+from minitransformer import Tokenizer, generate, load, score
+from minitransformer.checkpoint import save_model
 from minitransformer.evaluation.harness import HarnessModel
-from tests.conftest import ROOT, sentences
+from tests.conftest import ROOT, sentences, with_start
+from tests.model.models import make
 
 
 @pytest.fixture
@@ -60,6 +64,68 @@ def test_greedy_says_whether_every_token_is_the_likeliest(model):
         expected.append(likeliest[n:-1].tolist() == ids[n + 1 :])
     assert [greedy for _, greedy in ask(model, "loglikelihood", *pairs)] == expected
     assert set(expected) == {True, False}
+
+
+class Reference(TemplateLM):
+    """The harness's own splitting of texts, with the ids of tokenizer.json and a loop in float64."""
+
+    eot_token_id = prefix_token_id = None
+
+    def __init__(self, model, words):
+        super().__init__()
+        self.model, self.backend_of_text = model.double(), Backend.from_str(words.to_json())
+        self.prefix_token_id = words.start
+
+    def tok_encode(self, string, add_special_tokens=None, **_):
+        return self.backend_of_text.encode(string, add_special_tokens=add_special_tokens is not False).ids
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(self, requests, **_):
+        found = []
+        for _, context, continuation in requests:
+            log_probs = self.model(torch.tensor([context + continuation[:-1]]))[0].log_softmax(-1)[len(context) - 1 :]
+            likely = [row[i].item() for row, i in zip(log_probs, continuation, strict=True)]
+            found.append((sum(likely), log_probs.argmax(-1).tolist() == continuation))
+        return found
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        return [found for found, _ in self.loglikelihood([Instance("", {}, ("", *r.args), 0) for r in requests])]
+
+    def generate_until(self, requests, disable_tqdm=False): ...
+
+
+def saved(path, words) -> str:
+    model = make(vocab_size=words.vocab_size)
+    save_model(path, model.config, model.state_dict(), words)
+    return str(path)
+
+
+def test_texts_are_split_and_started_as_the_harness_does_it(tmp_path):
+    """Where a token spans both, its rest is scored, as the harness's model of transformers does."""
+    words = with_start(Tokenizer.train_bpe([sentences(300)], 300))
+    model = HarnessModel(saved(tmp_path / "m.safetensors", words), device="cpu")
+    reference = Reference(load(tmp_path / "m.safetensors")[0], words)
+    text = "Zoë likes the owl 🦉."
+    pairs = [(text[:i], text[i:]) for i in range(len(text))] + [("Bob ", "hears"), (" ", "x"), ("\n", "Ann")]
+    pairs = [pair for pair in pairs if len(words.encode("".join(pair))) > len(words.encode(pair[0].rstrip()))]
+    known = [(words.encode(context), words.encode(context + continuation)) for context, continuation in pairs]
+    spanning = [whole for context, whole in known if whole[: len(context)] != context]
+    assert len(spanning) > 5
+    found, expected = (ask(one, "loglikelihood", *pairs) for one in (model, reference))
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    texts = [(text,), ("Ann",), ("李",)]
+    found, expected = (ask(one, "loglikelihood_rolling", *texts) for one in (model, reference))
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("pair", [("the", ""), ("", ""), ("Zo", "ë"), ("Ann s", "ees")], ids=str)
+def test_what_has_no_target_has_no_score(tmp_path, pair):
+    words = Tokenizer.train_bpe(["Zoë sees the"] * 9, 300)
+    assert len(words.encode("".join(pair))) <= len(words.encode(pair[0]))
+    model = HarnessModel(saved(tmp_path / "m.safetensors", words), device="cpu")
+    with pytest.raises(ValueError, match=f"continuation '{pair[1]}' of '{pair[0]}' has no token of its own"):
+        ask(model, "loglikelihood", pair)
 
 
 def test_long_texts_are_read_in_the_windows_of_the_harness(model):
@@ -134,6 +200,36 @@ def test_mistakes_end_in_one_line(trained):
         (dict(checkpoint="nowhere"), "checkpoint=nowhere does not exist"),
         (dict(checkpoint=str(trained), batch_size="auto"), "batch_size=auto is no number"),
         (dict(checkpoint=str(trained), device="tpu"), "device='tpu'"),
+        (dict(checkpoint=str(trained), max_batch_size=4), "max_batch_size=4 is for batch_size=auto"),
     ]:
         with pytest.raises(ValueError, match=words):
             HarnessModel(**settings)
+
+
+def test_a_wrong_model_argument_is_named(trained):
+    options = {"batch_size": 1, "device": None, "max_batch_size": None}  # as the harness's command line gives them
+    for wrong, words in [
+        (
+            {"pretrained": "runs/small"},
+            "model_args: pretrained=runs/small is not known; there are checkpoint",
+        ),
+        ({"dtype": "float32"}, "model_args: dtype=float32 is not known; there are checkpoint"),
+        ({"batch_size": 4}, "model_args: batch_size=4 is set apart; write --batch_size 4"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            HarnessModel.create_from_arg_obj({"checkpoint": str(trained)} | wrong, options)
+    model = HarnessModel.create_from_arg_obj({"checkpoint": str(trained), "device": "cpu"}, options)
+    assert model.batch_size == 1
+    with pytest.raises(ValueError, match="apply_chat_template: models of this package have no template"):
+        model.apply_chat_template([], True)
+
+
+@pytest.mark.parametrize("error", [ValueError, NotImplementedError, FileNotFoundError, ConnectionError])
+def test_mistakes_that_the_harness_finds_end_in_one_line(command, workdir, monkeypatch, error):
+    assert command("harness", "--config", "gone.yaml").code.startswith("error: Config file not found")
+
+    def wrong():
+        raise error("no such\nthing")
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", wrong)
+    assert command("harness", "--tasks", "choice").code == "error: no such thing"
