@@ -114,8 +114,11 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
     uniform: (B,) numbers in [0, 1), one for each row, which decide alone; so rows do not disturb each other.
     """
-    cumulative = probabilities.double().cumsum(-1)
-    place = torch.searchsorted(cumulative, uniform.double()[:, None] * cumulative[:, -1:], right=True)
+    # In float64, which MPS lacks: there the CPU draws.
+    exact = (probabilities.cpu() if probabilities.device.type == "mps" else probabilities).double()
+    cumulative = exact.cumsum(-1)
+    part = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
+    place = torch.searchsorted(cumulative, part, right=True).to(probabilities.device)
     return place.clamp_(max=probabilities.shape[-1] - 1).squeeze(-1)
 
 

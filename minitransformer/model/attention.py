@@ -12,6 +12,10 @@ from minitransformer.model.masks import Visibility
 from minitransformer.model.positions import PositionalEncoding, ShawEncoding, rotate
 from minitransformer.model.product import Linear
 
+# cuDNN's backward pass gives NaN where a mask hides all keys from a query, as it does from padding, in rows of 64, 192,
+# ... tokens on H100 (pytorch issue 196678). torch then takes its memory-efficient kernel.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 def scaled_dot_product_attention(
     query: Tensor,

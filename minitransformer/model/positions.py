@@ -53,14 +53,10 @@ def sinusoidal_encoding(length: int, d_model: int) -> Tensor:
 
     Returns (length, d_model): even columns hold sin(p / 10000^(i / d_model)), odd ones the cosine.
     """
-    return _sinusoids(torch.arange(length), d_model)
-
-
-def _sinusoids(positions: Tensor, d_model: int) -> Tensor:
-    """Any shape (...) of positions, negative ones too -> (..., d_model)."""
-    exponents = torch.arange(0, d_model, 2, dtype=torch.float64, device=positions.device) / d_model
-    angles = positions[..., None].double() * 10_000.0**-exponents  # (..., d_model / 2)
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2).float()
+    # In float64, which not every device has, so on the CPU.
+    exponents = torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu") / d_model
+    angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * 10_000.0**-exponents
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2).float()  # (length, d_model)
 
 
 class SinusoidalEncoding(PositionalEncoding):
@@ -270,7 +266,7 @@ class TransformerXLEncoding(PositionalEncoding):
         distance = _distances(query_positions, key_positions).clamp(min=0)
         farthest = key_positions.shape[1]  # an unseen key may seem further
         distance = distance.clamp(max=farthest - 1)
-        table = _sinusoids(torch.arange(farthest, device=query.device), self.d_model).to(query.dtype)
+        table = sinusoidal_encoding(farthest, self.d_model).to(query)
         table = F.linear(table, self.projections[layer]).unflatten(-1, (self.n_heads, -1))  # (distance, H, D)
         scores = torch.einsum("bhtd,nhd->bhtn", query + self.v[:, None], table) / query.shape[-1] ** 0.5
         return scores.gather(-1, distance[:, None].expand(*scores.shape[:2], -1, -1))

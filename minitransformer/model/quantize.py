@@ -14,7 +14,8 @@ class Int8Linear(nn.Module):
     """x W^T + b with W as whole numbers from -127 to 127 and one scale for each output (absmax quantization by rows,
     Dettmers et al. 2022, LLM.int8).
 
-    Products are taken by torch's kernel for such weights, which reads x in bfloat16.
+    x is read in bfloat16. On a CPU torch's kernel for such weights takes the products. On CUDA it is far slower than a
+    plain product: off the CPU weights become bfloat16, which holds them exactly, for the time of each product.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -31,7 +32,11 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_in) -> (..., d_out)."""
         flat = F.pad(x.bfloat16().flatten(0, -2), (0, self.padding))
-        y = torch._weight_int8pack_mm(flat, self.weight, self.scale).to(x.dtype).view(*x.shape[:-1], -1)
+        if x.is_cpu:
+            y = torch._weight_int8pack_mm(flat, self.weight, self.scale)
+        else:
+            y = F.linear(flat, self.weight.bfloat16()) * self.scale
+        y = y.to(x.dtype).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
 

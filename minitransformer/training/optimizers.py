@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from minitransformer.model.product import product
+from minitransformer.model.product import LEAST, product
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.config import AdamWConfig, MuonConfig
 
@@ -16,20 +16,27 @@ from minitransformer.training.config import AdamWConfig, MuonConfig
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Bring all singular values near 1: (m, n) -> (m, n) (Jordan et al. 2024).
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """x y^T of each pair: (n, a, c), (n, b, c) -> (n, a, b). Large ones of a CPU one by one, as `product` is faster."""
+    if x.is_cpu and x[0].numel() * y.shape[1] >= LEAST:
+        return torch.stack([product(*pair) for pair in zip(x, y, strict=True)])
+    return x @ y.mT
+
+
+def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Bring all singular values of each matrix near 1: (n, rows, columns) -> the same (Jordan et al. 2024).
 
     Runs in bf16 on a GPU and in fp32 on a CPU, whichever is fast there.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
-    tall = x.shape[-2] > x.shape[-1]
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
-    x = x / (x.norm() + 1e-7)
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
-        gram = product(x, x)  # x x^T, and symmetric
-        x = a * x + product(b * gram + c * product(gram, gram), x.mT)
-    return (x.mT if tall else x).to(matrix.dtype)
+        gram = products(x, x)  # x x^T, and symmetric
+        x = a * x + products(b * gram + c * products(gram, gram), x.mT)
+    return (x.mT if tall else x).to(matrices.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -38,12 +45,25 @@ class Muon(torch.optim.Optimizer):
     A matrix moves by lr * 0.2 * sqrt(max(m, n)) times a nearly orthogonal matrix, which is as large as a typical
     AdamW step, so both kinds of group take rates of one scale (Jordan et al. 2024; Liu et al. 2025). Weight decay
     is decoupled (Loshchilov and Hutter 2019).
+
+    stacks: parameters that are several matrices of one shape, one above the other, and how many. Each moves by itself.
     """
 
-    def __init__(self, params, lr: float, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, momentum=0.95, ns_steps=5):
+    def __init__(
+        self,
+        params,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        stacks: dict[Tensor, int] | None = None,
+    ):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum)
         # `fused` lets torch load the `step` of AdamW to the device of its parameter, where the fused kernel needs it.
         super().__init__(params, defaults | dict(ns_steps=ns_steps, matrix=False, fused=True))
+        self.stacks = stacks or {}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -62,9 +82,20 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(p)
             momentum = state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-            update = orthogonalize(p.grad.lerp(momentum, group["momentum"]), group["ns_steps"])  # Nesterov
+            direction = p.grad.lerp(momentum, group["momentum"])  # Nesterov
+            update = self._orthogonal(direction, self.stacks.get(p, 1), group["ns_steps"])
             p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(update, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5)
+            p.add_(update, alpha=-group["lr"])
+
+    def _orthogonal(self, direction: Tensor, n: int, steps: int) -> Tensor:
+        """The direction of n matrices, one above the other, each orthogonalised and as large as a step of AdamW."""
+        if hasattr(direction, "full_tensor"):  # fsdp: each rank works on the whole, and keeps its shard
+            from torch.distributed.tensor import distribute_tensor
+
+            whole = self._orthogonal(direction.full_tensor(), n, steps)
+            return distribute_tensor(whole, direction.device_mesh, direction.placements, src_data_rank=None)
+        matrices = direction.unflatten(0, (n, -1))
+        return orthogonalize(matrices, steps).flatten(0, 1) * (0.2 * max(matrices.shape[1:]) ** 0.5)
 
     def _step_adamw(self, group: dict, params: list[Tensor]) -> None:
         for p in params:
@@ -93,10 +124,21 @@ class Muon(torch.optim.Optimizer):
         )
 
 
+def stacked_matrices(model: Transformer) -> dict[Tensor, int]:
+    """The weights of the blocks that are several matrices of one shape, and how many: heads; a gate and its input."""
+    found: dict[Tensor, int] = {}
+    for block in model.blocks:
+        found[block.attention.qkv.weight] = block.attention.n_heads + 2 * block.attention.n_kv_heads
+        if block.feed_forward.gated:
+            found[block.feed_forward.input.weight] = 2
+    return found
+
+
 def make_optimizer(config: AdamWConfig, model: Transformer) -> torch.optim.Optimizer:
     """The optimizer that `config` names, each parameter in exactly one group with its `name` and peak rate, `peak_lr`.
 
-    Weight decay acts on matrices only. Muon takes the matrices inside the blocks. Tied parameters count once.
+    Weight decay acts on matrices only. Muon takes the matrices inside the blocks, where each head's queries, keys and
+    values are matrices of their own, and so are a feed-forward's gate and input. Tied parameters count once.
 
     Raises:
         ValueError: a pattern of `config.groups` matches no parameter.
@@ -135,7 +177,8 @@ def make_optimizer(config: AdamWConfig, model: Transformer) -> torch.optim.Optim
     ]
     settings = dict(lr=config.lr, betas=tuple(config.betas), eps=config.eps)
     if isinstance(config, MuonConfig):
-        optimizer = Muon(groups, **settings, momentum=config.momentum, ns_steps=config.ns_steps)
+        stacks = stacked_matrices(model)
+        optimizer = Muon(groups, **settings, momentum=config.momentum, ns_steps=config.ns_steps, stacks=stacks)
     else:
         optimizer = torch.optim.AdamW(groups, **settings, fused=True)
         optimizer._step_supports_amp_scaling = False  # else gradients would be clipped before they are unscaled

@@ -108,3 +108,23 @@ def test_the_ends_of_the_interval_give_tokens_that_can_come(uniform):
 
 def test_greedy_takes_the_first_of_the_likeliest():
     assert sample(torch.tensor([[0.0, 2.0, 2.0]]), Sampling(temperature=0), torch.zeros(1)).item() == 1
+
+
+class OnMPS(torch.Tensor):
+    """Pretends to lie on a Mac's GPU, which has no float64."""
+
+    device = property(lambda self: torch.device("mps"))
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    def double(self) -> torch.Tensor:
+        raise TypeError("Cannot convert a MPS Tensor to float64")
+
+
+def test_a_mac_draws_what_a_cpu_draws(monkeypatch):
+    torch.manual_seed(0)
+    logits, uniform, config = torch.randn(50, 30), torch.rand(50), Sampling(temperature=0.9, top_p=0.9)
+    expected, to = sample(logits, config, uniform), torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, where: x if where == torch.device("mps") else to(x, where))
+    assert torch.equal(sample(logits.as_subclass(OnMPS), config, uniform).as_subclass(torch.Tensor), expected)

@@ -161,3 +161,8 @@ def test_shapes_that_disagree():
     cache = make().new_cache(1, 4)
     with pytest.raises(ValueError, match="holds 4 tokens; 0 \\+ 5"):
         make()(torch.zeros(1, 5, dtype=torch.long), cache=cache)
+
+
+def test_no_kernel_of_cudnn_is_taken():
+    """Its gradients are NaN where padding sees nothing, in rows of 64, 192, ... tokens."""
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

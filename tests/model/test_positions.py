@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minitransformer import ModelConfig, scaled_dot_product_attention
-from minitransformer.model.config import RotaryConfig
+from minitransformer.model.config import POSITIONS, RotaryConfig
 from minitransformer.model.positions import (
     ENCODINGS,
     RotaryEncoding,
@@ -183,3 +185,25 @@ def test_which_encodings_reach_past_their_training_length():
         else:
             with pytest.raises(ValueError, match="100 tokens are more than the model's max_seq_len=64"):
                 make(name)(tokens)
+
+
+class NoDoubles(TorchDispatchMode):
+    """A device without float64, as MPS is one."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.dtype == torch.float64:
+                raise TypeError(f"{function} makes float64 on the device")
+        return result
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_no_step_needs_float64(position):
+    model, tokens = make(position).to("meta"), torch.zeros(2, 12, dtype=torch.long, device="meta")
+    positions = torch.zeros_like(tokens)
+    with NoDoubles():
+        model(tokens, positions=positions).sum().backward()
+        model(tokens[:, :1], cache=model.new_cache(2))
+    with pytest.raises(TypeError, match="makes float64"), NoDoubles():
+        tokens.double()

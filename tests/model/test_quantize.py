@@ -1,8 +1,12 @@
 """Eight-bit weights: what is stored, what is computed, and how far a model moves."""
 
+from copy import deepcopy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitransformer import generate
 from minitransformer.model.config import POSITIONS
@@ -28,6 +32,23 @@ def test_products_are_those_of_the_stored_weights(d_in, d_out, bias):
     found = quantized(x)
     assert (found.shape, found.dtype) == ((2, 3, d_out), torch.float32)
     torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2**-7)
+
+
+def test_a_gpu_takes_a_plain_product_of_the_same_numbers():
+    """torch's int8 kernel for CUDA is many times slower. What is called is seen on `meta`; whole numbers are exact."""
+    layer, x = Int8Linear(nn.Linear(65, 7)), torch.randn(2, 3, 65)
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert "int8pack" not in function.__name__
+            return function(*args, **(kwargs or {}))
+
+    with Seen():
+        assert deepcopy(layer).to("meta")(x.to("meta")).shape == (2, 3, 7)
+    with pytest.raises(AssertionError), Seen():
+        layer(x)
+    plain = F.linear(F.pad(x.bfloat16(), (0, layer.padding)), layer.weight.bfloat16()) * layer.scale
+    torch.testing.assert_close(layer(x), plain + layer.bias, atol=1e-2, rtol=1e-2, check_dtype=False)
 
 
 def test_a_row_of_zeros_stays_one():

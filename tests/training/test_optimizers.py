@@ -11,7 +11,7 @@ from minitransformer.training.config import AdamWConfig, GroupConfig, MuonConfig
 from minitransformer.training.optimizers import Muon, by_name, check_resumable, make_optimizer, orthogonalize
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (16, 48), (48, 16), (144, 576)])
+@pytest.mark.parametrize("shape", [(1, 32, 32), (3, 16, 48), (2, 48, 16), (1, 144, 576), (2, 576, 144)])
 def test_orthogonalize_brings_singular_values_near_one(shape):
     torch.manual_seed(0)
     values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
@@ -22,14 +22,14 @@ def test_orthogonalize_brings_singular_values_near_one(shape):
 def test_orthogonalize_keeps_the_directions():
     """U S V^T becomes U S' V^T: the result is diagonal in the bases of the matrix."""
     torch.manual_seed(0)
-    matrix = torch.randn(12, 20)
+    matrix = torch.randn(3, 12, 20)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    inner = u.T @ orthogonalize(matrix) @ v.T
-    assert (inner - inner.diag().diag()).abs().max() < 1e-4
+    inner = u.mT @ orthogonalize(matrix) @ v.mT
+    assert (inner - inner.diagonal(dim1=1, dim2=2).diag_embed()).abs().max() < 1e-4
 
 
 def test_zero_gradients_stay_zero():
-    assert orthogonalize(torch.zeros(4, 6)).eq(0).all()
+    assert orthogonalize(torch.zeros(2, 4, 6)).eq(0).all()
 
 
 def test_muon_equals_torch():
@@ -45,6 +45,34 @@ def test_muon_equals_torch():
         mine.step()
         other.step()
     assert (ours - theirs).norm() < 0.02 * (ours - before).norm()
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_stacked_matrices_move_as_if_each_were_a_parameter(activation):
+    """Against Muon on the heads of queries, keys and values, a gate and an input apart; 2 of 4 heads have keys."""
+    shape = dict(n_heads=4, n_kv_heads=2, activation=activation)
+    model = Transformer(ModelConfig(vocab_size=20, d_model=16, n_layers=1, max_seq_len=8, **shape))
+    joined = {name: p for name, p in model.blocks.named_parameters() if p.ndim == 2}
+    rows = {"0.attention.qkv.weight": 4}  # d_head
+    if activation == "swiglu":
+        rows["0.feed_forward.input.weight"] = model.config.ff_width
+    apart = {
+        name: [torch.nn.Parameter(part.clone()) for part in p.detach().split(rows.get(name, len(p)))]
+        for name, p in joined.items()
+    }
+    assert len(apart["0.attention.qkv.weight"]) == 8
+    optimizer = make_optimizer(MuonConfig(lr=0.02, weight_decay=0.1), model)
+    parts = [part for some in apart.values() for part in some]
+    other = Muon([dict(params=parts, matrix=True)], lr=0.02, weight_decay=0.1)
+    for _ in range(3):
+        for name, p in joined.items():
+            p.grad = torch.randn_like(p)
+            for part, grad in zip(apart[name], p.grad.split(len(apart[name][0])), strict=True):
+                part.grad = grad
+        optimizer.step()
+        other.step()
+    for name, p in joined.items():
+        torch.testing.assert_close(p.detach(), torch.cat(apart[name]).detach(), atol=1e-6, rtol=1e-5)
 
 
 def test_the_adamw_of_muon_equals_torch():
