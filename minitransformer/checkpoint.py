@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -300,6 +300,26 @@ def add_metrics(run: Path, step: int, metrics: dict[str, float]) -> None:
 def read_metrics(run: Path) -> list[dict[str, float | None]]:
     """The logged moments of a run, in order; training and validation log the same step apart. Empty without any."""
     return _objects(run / METRICS_FILE)
+
+
+class BestValidation(NamedTuple):
+    """The lowest validation loss, its step, and the training loss that was logged last before (inf: none was)."""
+
+    loss: float
+    step: int
+    train_loss: float
+
+
+def best_validation(moments: list[dict[str, float | None]]) -> BestValidation | None:
+    """Of what `read_metrics` gives, the first of equal ones; None where no validation was logged."""
+    best, train_loss = None, math.inf
+    for moment in moments:
+        if moment.get("train/loss") is not None:
+            train_loss = moment["train/loss"]
+        loss = moment.get("val/loss")
+        if loss is not None and (best is None or loss < best.loss):
+            best = BestValidation(loss, moment["step"], train_loss)
+    return best
 
 
 def validated(run: Path, step: int) -> bool:

@@ -14,7 +14,15 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import minitransformer
-from minitransformer.checkpoint import REPORT_FILE, CheckpointError, latest_run, load, read_held_out, write_page
+from minitransformer.checkpoint import (
+    REPORT_FILE,
+    CheckpointError,
+    best_validation,
+    latest_run,
+    load,
+    read_held_out,
+    write_page,
+)
 from minitransformer.data.tokenizer import printable
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.cost import (
@@ -180,8 +188,13 @@ def tiles(record: Record) -> list[tuple[str, str, str]]:
         record.last("val/loss"), record.last("val/bits_per_byte"), record.last("tokens"), record.tokens_per_s
     )  # fmt: skip
     parameters = record.starts[0].get("parameters") if record.starts else None
+    best = best_validation(record.metrics)
     found = [
         ("validation loss", loss and f"{loss:.4f}", f"{loss} nats per token"),
+    ]
+    if best is not None and best.loss < loss:
+        found.append((f"the best, after step {best.step:,}", f"{best.loss:.4f}", f"{best.loss} nats per token"))
+    found += [
         ("bits per byte", bits and f"{bits:.4f}", f"{bits}"),
         ("parameters", parameters and short(parameters), f"{parameters:,}" if parameters else ""),
         ("tokens", tokens and short(tokens), f"{tokens:,.0f}" if tokens else ""),

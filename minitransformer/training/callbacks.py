@@ -1,5 +1,6 @@
 """What happens beside the optimizer steps: the run directory, checkpoints and stopping, samples, progress."""
 
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from minitransformer.checkpoint import (
     BEST_FILE,
     MODEL_FILE,
     atomic_write,
+    best_validation,
     checkpoint_path,
     checkpoints,
     read_metrics,
@@ -342,11 +344,14 @@ class Profiler(pl.Callback):
             self.profiler.stop()
 
 
-def progress_line(metrics: dict[str, float], room: float = float("inf")) -> str:
-    """The newest loss, bits per byte of the last validation, speed: as many of them as have room, in characters."""
+def progress_line(metrics: dict[str, float], validated: int = 0, room: float = float("inf")) -> str:
+    """The newest losses in nats per token, and speed: as many of them as have room, in characters.
+
+    validated: the step after which the last validation was.
+    """
     shown = {
-        "train/loss": "loss {:.3f}",
-        "val/bits_per_byte": "{:.3f} bits/byte",
+        "train/loss": "train {:.3f}",
+        "val/loss": f"val {{:.3f}} at {validated}",
         "speed/tokens_per_s": "{:,.0f} tokens/s",
         "speed/mfu": "MFU {:.0%}",
     }
@@ -362,6 +367,7 @@ class Bar(pl.Callback):
     def __init__(self, console: Console, log_every: int):
         self.console, self.log_every = console, log_every
         self.bar: Progress | None = None
+        self.validated = 0  # the step of the last validation
 
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.first = trainer.global_step
@@ -373,7 +379,6 @@ class Bar(pl.Callback):
             BarColumn(bar_width=None),
             TextColumn("{task.fields[line]}"),
             TimeRemainingColumn(compact=True),
-            TextColumn("left"),
             console=self.console,
             refresh_per_second=1,
         )
@@ -386,13 +391,15 @@ class Bar(pl.Callback):
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
             if fresh:
-                room = self.console.width - 2 * len(str(trainer.max_steps)) - 26  # beside the other columns
-                self.bar.update(self.task, line=progress_line(module.metrics, room))
+                room = self.console.width - 2 * len(str(trainer.max_steps)) - 23  # beside the other columns
+                self.bar.update(self.task, line=progress_line(module.metrics, self.validated, room))
         elif fresh and trainer.is_global_zero:
             left = module.seconds / (step - self.first) * (trainer.max_steps - step)
-            self.console.print(f"step {step}/{trainer.max_steps}  {progress_line(module.metrics)}  {left:,.0f} s left")
+            line = progress_line(module.metrics, self.validated)
+            self.console.print(f"step {step}/{trainer.max_steps}  {line}  {left:,.0f} s left")
 
     def on_validation_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        self.validated = trainer.global_step
         if trainer.is_global_zero:
             line = "validation loss {val/loss:.4f}  bits per byte {val/bits_per_byte:.4f}".format_map(module.metrics)
             self.console.print(Text(f"step {trainer.global_step}  {line}", style="bold green"))
@@ -404,3 +411,42 @@ class Bar(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, module: LanguageModel, exception: BaseException) -> None:
         self.on_train_end(trainer, module)
+
+
+RISE = 1.1  # of the best validation loss: more than it goes up and down while a model learns
+WHAT_HELPS = "what helps: fewer trainer.max_steps, more text, model.dropout=0.1"
+
+
+class ValidationWatch(pl.Callback):
+    """Say, once, that validation has risen well above its best while training falls; and, once, that its loss is worse
+    than that of a uniform guess."""
+
+    def __init__(self, directory: RunDirectory, console: Console):
+        self.directory, self.console = directory, console
+        self.rose = self.was_blind = False
+
+    def on_validation_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        """Comes before the loss of now is logged."""
+        if not trainer.is_global_zero:
+            return
+        loss, train_loss = module.metrics["val/loss"], module.metrics.get("train/loss", math.inf)
+        n_tokens = module.tokenizer.vocab_size
+        uniform = math.log(n_tokens)
+        if loss > uniform and not self.was_blind:
+            self.was_blind = True
+            why = f", while training loss is {train_loss:.4f}; {WHAT_HELPS}" if train_loss < uniform else ""
+            self._warn(
+                trainer,
+                f"validation loss {loss:.4f} is worse than {uniform:.4f}, a uniform guess among {n_tokens:,} ids{why}",
+            )
+        best = best_validation(read_metrics(self.directory.path))
+        if best is not None and loss > RISE * best.loss and train_loss < best.train_loss and not self.rose:
+            self.rose = True
+            self._warn(
+                trainer,
+                f"overfitting: validation loss {loss:.4f} has risen from its best, {best.loss:.4f} after step "
+                f"{best.step}, while training loss falls; {BEST_FILE} keeps the best; {WHAT_HELPS}",
+            )
+
+    def _warn(self, trainer: pl.Trainer, line: str) -> None:
+        self.console.print(f"step {trainer.global_step}  {line}", style="bold yellow")

@@ -37,6 +37,7 @@ from minitransformer.checkpoint import (
     CheckpointError,
     add_start,
     atomic_write,
+    best_validation,
     checkpoint_path,
     describe,
     keep_use,
@@ -46,6 +47,7 @@ from minitransformer.checkpoint import (
     newest_readable,
     point_latest,
     read_checkpoint,
+    read_metrics,
     rewind,
     save_held_out,
     validated,
@@ -67,6 +69,7 @@ from minitransformer.training.callbacks import (
     RateFinder,
     RunDirectory,
     Sampler,
+    ValidationWatch,
 )
 from minitransformer.training.config import LoRAConfig, RangeConfig, TrainConfig, inherit, time_name
 from minitransformer.training.logging import RunLogger, check_wandb, make_loggers, resolved
@@ -116,6 +119,8 @@ def train(
             raise ValueError(f"init_from={config.init_from} does not exist (looked in {Path.cwd()})")
         base, tokenizer = load(config.init_from, say=console.print)
         config = inherit(config, base.config, given)
+        if saved is None:
+            _warn_of_rate(config, given, console)
 
     row_length = config.data.row_length or config.model.max_seq_len
     if row_length > config.model.max_seq_len:
@@ -181,7 +186,8 @@ def train(
         max_epochs=-1,
         val_check_interval=config.trainer.val_every,
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
+        # Where a trained model was, before a step can ruin it.
+        num_sanity_val_steps=-1 if config.init_from is not None and checkpoint is None else 0,
         logger=False,
         callbacks=make_callbacks(directory, config, console, model, data),
         plugins=[AtomicCheckpointIO(), *_environment()],
@@ -219,6 +225,17 @@ def train(
             torch.distributed.destroy_process_group()
     closing(console, directory.path, module, time.perf_counter() - start)
     return module.metrics["val/loss"]
+
+
+def _warn_of_rate(config: TrainConfig, given: Sequence[str], console: Console) -> None:
+    """The default rates are for weights that begin afresh: within a few steps trained ones are ruined by them."""
+    lr = config.optimizer.lr
+    if "optimizer.lr" not in given and lr == type(config.optimizer)().lr and not config.lora.rank:
+        console.print(
+            f"optimizer.lr={lr:g} is meant for a model that begins afresh; at that rate {config.init_from} may lose "
+            "what it knows within a few steps. What works: optimizer=adamw optimizer.lr=1e-4",
+            style="bold yellow",
+        )
 
 
 def _check_device(config: TrainConfig, device: torch.device) -> None:
@@ -280,6 +297,7 @@ def make_callbacks(
     callbacks: list[pl.Callback] = [directory]
     if config.callbacks.progress:
         callbacks.append(Bar(console, config.trainer.log_every))
+    callbacks.append(ValidationWatch(directory, console))
     sampler = Sampler(directory, config, console, model, data)  # refuses a wrong prompt before work
     if config.callbacks.sample_every:
         callbacks.append(sampler)
@@ -419,8 +437,11 @@ def report(config: TrainConfig, run: Path, console: Console) -> None:
 def closing(console: Console, run: Path, module: LanguageModel, seconds: float) -> None:
     """Say what came of it and where it lies."""
     metrics = module.metrics
+    best = best_validation(read_metrics(run))
+    earlier = best is not None and not metrics["val/loss"] <= best.loss
     numbers = {
         "validation loss": f"{metrics['val/loss']:.4f} nats per token",
+        "best validation": "-" if best is None else f"{best.loss:.4f} after step {best.step}",
         "bits per byte": f"{metrics['val/bits_per_byte']:.4f}",
         "tokens": f"{module.tokens_seen:,}",
         "time": f"{module.seconds:,.0f} s of stepping, {seconds:,.0f} s in all",
@@ -450,4 +471,5 @@ def closing(console: Console, run: Path, module: LanguageModel, seconds: float) 
     script = Path(sys.argv[0])
     installed = script.suffix != ".py"
     generate = "minitransformer-generate" if installed else f"python {script.with_name('generate.py')}"
-    console.print(f'generate from it:  {generate} checkpoint={shlex.quote(str(run))} prompt=""', style="bold")
+    model = run / BEST_FILE if earlier and (run / BEST_FILE).exists() else run
+    console.print(f'generate from it:  {generate} checkpoint={shlex.quote(str(model))} prompt=""', style="bold")

@@ -186,6 +186,14 @@ def test_numbers_of_a_record(run):
     assert record.last("nothing") is None
 
 
+def test_the_best_stands_beside_the_last_where_it_is_another(tmp_path):
+    path = make_run(tmp_path / "run")
+    assert "the best, after step" not in str(pages.tiles(Record.read(path)))
+    add_metrics(path, 40, {"tokens": 4000, "val/loss": 9.85, "val/bits_per_byte": 4.9})
+    tiles = {name: value for name, value, _ in pages.tiles(Record.read(path))}
+    assert (tiles["validation loss"], tiles["the best, after step 30"]) == ("9.8500", f"{110 / 30:.4f}")
+
+
 def test_costs_by_hand(tmp_path, tokenizer):
     """A model small enough to count: d 4, one layer, one head, d_ff 8, 300 ids, rows of 2 tokens."""
     shape = dict(d_model=4, n_layers=1, n_heads=1, d_ff=8, max_seq_len=2, position="none")

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from minitransformer.checkpoint import add_metrics, read_metrics
 from minitransformer.data.tokenizer import printable
-from minitransformer.training.callbacks import Bar, steepest
+from minitransformer.training.callbacks import Bar, ValidationWatch, steepest
 from tests.conftest import ROOT, SMALL
 
 
@@ -29,7 +31,7 @@ def test_the_bar_gives_the_cursor_back(end):
     getattr(bar, end)(trainer, module, *([KeyboardInterrupt()] if end == "on_exception" else []))
     shown = file.getvalue()
     assert "3/10" in shown
-    assert "loss 2.500  1,234 tokens/s" in shown
+    assert "train 2.500  1,234 tokens/s" in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
 
 
@@ -41,7 +43,7 @@ def test_elsewhere_there_are_lines_without_control_characters():
     bar.on_train_start(trainer, module)
     for trainer.global_step in (1, 2):
         bar.on_train_batch_end(trainer, module, None, None, 0)
-    assert file.getvalue() == "step 2/10  loss 2.500  1,234 tokens/s  16 s left\n"
+    assert file.getvalue() == "step 2/10  train 2.500  1,234 tokens/s  16 s left\n"
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
@@ -50,16 +52,17 @@ def test_the_bar_fits_its_terminal(width):
     file = io.StringIO()
     bar = Bar(Console(file=file, force_terminal=True, width=width, color_system=None), log_every=1)
     trainer = SimpleNamespace(is_global_zero=True, max_steps=1000, global_step=0)
-    metrics = {"train/loss": 2.5, "val/bits_per_byte": 1.57, "speed/tokens_per_s": 17583.0, "speed/mfu": 0.314}
+    metrics = {"train/loss": 2.5, "val/loss": 3.1, "speed/tokens_per_s": 17583.0, "speed/mfu": 0.314}
     module = SimpleNamespace(metrics=metrics, seconds=1.0)
     bar.on_train_start(trainer, module)
+    bar.validated = 250
     trainer.global_step = 300
     bar.on_train_batch_end(trainer, module, None, None, 0)
     bar.on_train_end(trainer, module)
     line = file.getvalue().rstrip("\n\x1b[?25h").split("\x1b[2K")[-1]
     assert len(line) <= width
-    shown = ["loss 2.500", "1.570 bits/byte", "17,583 tokens/s", "MFU 31%"]
-    room = {20: 0, 40: 0, 60: 1, 80: 3, 120: 4}[width]
+    shown = ["train 2.500", "val 3.100 at 250", "17,583 tokens/s", "MFU 31%"]
+    room = {20: 0, 40: 0, 60: 2, 80: 3, 120: 4}[width]
     assert [text for text in shown if text in line] == shown[:room]
     assert "…" not in line or width == 20
 
@@ -100,9 +103,68 @@ def test_a_terminal_has_a_bar_and_no_colour_if_asked(workdir):
     assert process.wait() == 0, out
     assert b"\x1b[?25l" in out
     assert b"\x1b[?25h" in out
-    assert re.search(rb"\r\x1b\[2Kstep 6/6 \S+ +loss [\d.]+  [\d.]+ bits/byte", out), out
+    assert re.search(rb"\r\x1b\[2Kstep 6/6 \S+ +train [\d.]+  val [\d.]+ at 3 ", out), out
     assert not re.search(rb"\x1b\[[\d;]*\b[349]\d", out)
     assert "╭".encode() in out
+
+
+def watched(run, losses):
+    """What is said of (step, training loss, validation loss) in turn."""
+    file = io.StringIO()
+    watch = ValidationWatch(SimpleNamespace(path=run), Console(file=file, soft_wrap=True))
+    for step, train, val in losses:
+        add_metrics(run, step, {"train/loss": train})
+        trainer = SimpleNamespace(is_global_zero=True, global_step=step)
+        metrics = {"train/loss": train, "val/loss": val}
+        module = SimpleNamespace(metrics=metrics, tokenizer=SimpleNamespace(vocab_size=100))
+        watch.on_validation_end(trainer, module)
+        add_metrics(run, step, {"val/loss": val})
+    return file.getvalue().splitlines()
+
+
+def test_overfitting_is_said_once_while_there_is_time(tmp_path):
+    (line,) = watched(tmp_path, [(10, 4.0, 4.1), (20, 3.0, 3.5), (30, 2.0, 3.6), (40, 1.0, 3.9), (50, 0.5, 4.4)])
+    assert line.startswith("step 40  overfitting: validation loss 3.9000 has risen from its best, 3.5000 after step 20")
+    assert all(word in line for word in ("best.safetensors", "trainer.max_steps", "more text", "model.dropout=0.1"))
+
+
+@pytest.mark.parametrize("losses", [
+    [(10, 4.0, 4.1), (20, 3.9, 4.2), (30, 3.8, 4.1)],  # up and down
+    [(10, 3.0, 3.1), (20, 3.8, 4.0)],  # training rises too
+    [(10, 3.0, 3.1), (20, float("nan"), float("nan"))],
+    [(10, 4.0, 4.6), (20, 3.0, 3.0)],  # ln 100 = 4.605
+])  # fmt: skip
+def test_nothing_is_said_of_a_run_that_learns(tmp_path, losses):
+    assert watched(tmp_path, losses) == []
+
+
+def test_a_loss_worse_than_a_uniform_guess_is_said_once(tmp_path):
+    lines = watched(tmp_path, [(10, 1.0, 4.7), (20, 0.5, 4.8)])
+    assert lines == [
+        "step 10  validation loss 4.7000 is worse than 4.6052, a uniform guess among 100 ids, while training loss is "
+        "1.0000; what helps: fewer trainer.max_steps, more text, model.dropout=0.1"
+    ]
+    (tmp_path / "diverged").mkdir()
+    assert watched(tmp_path / "diverged", [(10, 9.0, 8.0)])[0].endswith("a uniform guess among 100 ids")
+
+
+def test_a_run_that_learns_by_heart_says_so_and_offers_its_best(command, workdir):
+    """Letters by chance: there is nothing to learn but the text itself."""
+    (workdir / "book.txt").write_text("".join(random.Random(0).choices("abcdefgh", k=1500)))
+    settings = ["model.d_model=64", "data.batch_size=8", "trainer.max_steps=200", "trainer.val_every=40"]
+    settings += ["trainer.log_every=40", "callbacks.sample_every=0", "callbacks.checkpoint_every=0"]
+    result = command("train", "data=text", "data.files=[book.txt]", "tokenizer=byte", *SMALL, *settings, "name=mine")
+    assert result.code == 0, result.err
+    losses = {m["step"]: m["val/loss"] for m in read_metrics(workdir / "runs/mine") if "val/loss" in m}
+    best = min(losses, key=losses.get)
+    warned = int(re.search(r"^step (\d+)  overfitting: ", result.out, re.M)[1])
+    assert best < warned < 200
+    assert losses[warned] > 1.1 * losses[best]
+    assert f"its best, {losses[best]:.4f} after step {best}, " in result.out
+    assert (result.out.count("overfitting: "), result.out.count("is worse than 5.5491")) == (1, 1)
+    assert re.search(rf"│ validation loss   │ {losses[200]:.4f} nats per token ", result.out)
+    assert re.search(rf"│ best validation   │ {losses[best]:.4f} after step {best} ", result.out)
+    assert 'checkpoint=runs/mine/best.safetensors prompt=""' in result.out
 
 
 def test_control_characters_of_a_sample_are_shown():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minitransformer.checkpoint import checkpoints, load, read_checkpoint
+from minitransformer.checkpoint import checkpoints, load, read_checkpoint, read_metrics
 from minitransformer.training.config import LoRAConfig
 from minitransformer.training.lora import LoRALinear, add_adapters, fingerprint, merged
 from tests.conftest import SMALL, sentences
@@ -95,6 +95,26 @@ def test_training_goes_on_from_a_model_with_its_tokenizer(tune, trained, workdir
     assert load(run)[0].config.max_seq_len == 32
 
 
+@pytest.mark.parametrize(("settings", "warned"), [
+    ([], True), (["optimizer=adamw"], True), (["optimizer=adamw", "optimizer.lr=1e-4"], False), (LORA, False),
+    (["optimizer.lr=0.014"], False),
+])  # fmt: skip
+def test_a_rate_for_fresh_weights_is_named_and_the_loss_before_it_is_seen(tune, trained, settings, warned):
+    result, run = tune("tuned", *settings, "data.files=[book.txt]", "trainer.max_steps=1", "callbacks.sample_every=0")
+    assert result.code == 0, result.err
+    rate = "0.001" if "optimizer=adamw" in settings else "0.014"
+    words = f"optimizer.lr={rate} is meant for a model that begins afresh; at that rate runs/small may lose"
+    assert (words in result.out) == warned
+    assert ("What works: optimizer=adamw optimizer.lr=1e-4" in result.out) == warned
+    was = [m["val/loss"] for m in read_metrics(trained) if "val/loss" in m][-1]
+    first = next(m for m in read_metrics(run) if "val/loss" in m)
+    assert (first["step"], first["val/loss"]) == (0, pytest.approx(was, rel=1e-6))
+    again = tune("tuned", *settings, "data.files=[book.txt]", "trainer.max_steps=2", "resume=auto")[0]
+    assert again.code == 0, again.err
+    assert "begins afresh" not in again.out
+    assert [m["step"] for m in read_metrics(run) if "val/loss" in m] == [0, 1, 2]
+
+
 def test_adapters_leave_small_checkpoints_and_a_plain_model(tune, trained, command):
     result, run = tune("tuned", *LORA, "callbacks.checkpoint_every=6", "optimizer.lr=0.01")
     assert result.code == 0, result.err
@@ -116,7 +136,7 @@ def test_adapters_leave_small_checkpoints_and_a_plain_model(tune, trained, comma
             torch.testing.assert_close(tuned[name], tensor + added, atol=1e-6, rtol=1e-5)
         else:
             assert torch.equal(tuned[name], tensor), name
-    losses = [float(loss) for loss in re.findall(r"step \d+/\d+  loss ([\d.]+)", result.out)]
+    losses = [float(loss) for loss in re.findall(r"step \d+/\d+  train ([\d.]+)", result.out)]
     assert losses[-1] < losses[0]
     assert command("generate", f"checkpoint={run}", "prompt=Ann", "max_new_tokens=4").code == 0
     refused = command("generate", f"checkpoint={checkpoints(run)[-1]}", "prompt=Ann")
