@@ -1,24 +1,29 @@
 """The commands: Hydra composes the config, it becomes typed here, and mistakes end in one line."""
 
+import argparse
 import difflib
 import os
 import re
 import shlex
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_origin
+from typing import Any
 
+from minitransformer import __version__
 from minitransformer.convert.config import ConvertConfig
 from minitransformer.data import config as data
 from minitransformer.evaluation.config import EvaluateConfig
 from minitransformer.generation.config import GenerateConfig
 from minitransformer.lab.config import LabConfig
+from minitransformer.overrides import literal, quoted, text_settings
 from minitransformer.report.config import ReportConfig
+from minitransformer.streams import finish, printing_never_fails, reader_left, replace_what_cannot_be_shown
 from minitransformer.training import config as training
 
 # The typed settings behind configs/GROUP/NAME.yaml, which each begin from `/schema/...` of that name.
@@ -51,10 +56,12 @@ SCHEMAS = {
     "logger_wandb": training.WandbConfig,
 }
 
+OVERLAYS = ("experiment", "debug", "sweep")  # groups whose choices set any setting, and choose in other groups
+
 EXAMPLES = {
     "train": """\
   {command}                                              the default run
-  {command} data=text data.files=[book.txt] model=small  one's own text, a larger model
+  {command} data=text data.files=book.txt model=small    one's own text, a larger model
   {command} optimizer=adamw optimizer.lr=1e-3            other settings
   {command} -m seed=1,2,3                                a sweep, one directory a job
   {command} name=mine resume=auto                        go on where run `mine` stopped
@@ -88,9 +95,9 @@ EXAMPLES = {
   {command} model=small throughput=25000 output=json   at a speed that was measured""",
     "evaluate": """\
   {command}                                   the newest run, on the text that it held out
-  {command} checkpoint=runs/NAME data=text data.files=[book.txt]
-  {command} data=jsonl data.files=[a.jsonl] stride=64 output=json
-  {command} data=text data.files=[book.txt] by_position=true length=4x plot=losses.png""",
+  {command} checkpoint=runs/NAME data=text data.files=book.txt
+  {command} data=jsonl data.files=a.jsonl stride=64 output=json
+  {command} data=text data.files=book.txt by_position=true length=4x plot=losses.png""",
 }
 
 
@@ -104,7 +111,7 @@ def config_dir() -> Path:
 def train() -> None:
     """The command `train.py`, or `minitransformer-train`."""
 
-    def job(config: training.TrainConfig, hydra: Any) -> float | None:
+    def job(config: training.TrainConfig, hydra: Any, typed: list[str]) -> float | None:
         from minitransformer.training.callbacks import Interrupted
         from minitransformer.training.run import train as run
 
@@ -112,55 +119,53 @@ def train() -> None:
         if (sweep := hydra.runtime.choices["sweep"]) and sweep_dir is None:
             raise ValueError(f"sweep={sweep} makes several runs: write {shlex.join(_command())} -m sweep={sweep}")
         # To resume, a run is named by its directory: an earlier `resume` or `name` would contradict it.
-        kept = [o for o in hydra.overrides.task if not o.startswith(("resume=", "name="))]
+        kept = [word for word in typed if not word.startswith(("resume=", "name="))]
         try:
-            return run(config, shlex.join([*_command(), *kept]), sweep_dir, _given(hydra))
+            return run(config, shlex.join([*_command(), *kept]), sweep_dir, _names(typed))
         except Interrupted as stopped:
             sys.exit(stopped.code)
 
-    _main("train", job)
+    _main("train", job, sys.argv[1:])
 
 
 def generate() -> None:
     """The command `generate.py`, or `minitransformer-generate`."""
 
-    def job(config: GenerateConfig, hydra: Any) -> None:
+    def job(config: GenerateConfig, *_: Any) -> None:
         from minitransformer.generation.run import run
 
         run(config)
 
-    _main("generate", job)
+    _main("generate", job, sys.argv[1:])
 
 
 def lab() -> None:
     """The command `python -m minitransformer.lab`."""
 
-    def job(config: LabConfig, hydra: Any) -> None:
+    def job(config: LabConfig, *_: Any) -> None:
         from minitransformer.lab.run import run
 
         run(config)
 
-    sys.argv[1:] = ["serve=true" if argument == "--serve" else argument for argument in sys.argv[1:]]
-    _main("lab", job)
+    _main("lab", job, ["serve=true" if word == "--serve" else word for word in sys.argv[1:]])
 
 
 def convert() -> None:
     """The command `python -m minitransformer.convert`."""
 
-    def job(config: ConvertConfig, hydra: Any) -> None:
+    def job(config: ConvertConfig, *_: Any) -> None:
         from minitransformer.convert.run import run
 
         run(config)
 
-    # See `spoken`.
-    sys.argv[1:] = [re.sub("^from=", "source=", argument) for argument in sys.argv[1:]]
-    _main("convert", job)
+    # `from`, a word of Python's, cannot be the name of a field.
+    _main("convert", job, [re.sub("^from=", "source=", word) for word in sys.argv[1:]])
 
 
 def report() -> None:
     """The command `python -m minitransformer.report`. Words that set nothing are runs."""
 
-    def job(config: ReportConfig, hydra: Any) -> None:
+    def job(config: ReportConfig, *_: Any) -> None:
         from minitransformer.report.page import write
 
         print(write(list(map(Path, config.runs)), config.out and Path(config.out), Path(config.runs_dir)))
@@ -168,34 +173,35 @@ def report() -> None:
     words = sys.argv[1:]
     runs = [word for word in words if "=" not in word or Path(word).is_dir()]
     if runs and not any(word.startswith("-") for word in words):
-        sys.argv[1:] = [*(w for w in words if w not in runs), f"runs=[{','.join(map(_literal, runs))}]"]
-    _main("report", job)
+        words = [*(w for w in words if w not in runs), f"runs=[{','.join(map(literal, runs))}]"]
+    _main("report", job, words)
 
 
 def evaluate() -> None:
     """The command `python -m minitransformer.evaluate`."""
 
-    def job(config: EvaluateConfig, hydra: Any) -> None:
+    def job(config: EvaluateConfig, *_: Any) -> None:
         from minitransformer.evaluation.run import run
 
         run(config)
 
-    _main("evaluate", job)
+    _main("evaluate", job, sys.argv[1:])
 
 
 def explain() -> None:
     """The command `python -m minitransformer.explain`."""
 
-    def job(config: training.ExplainConfig, hydra: Any) -> None:
+    def job(config: training.ExplainConfig, hydra: Any, typed: list[str]) -> None:
         from minitransformer.explain import run
 
-        run(config, _given(hydra))
+        run(config, _names(typed))
 
-    _main("explain", job)
+    _main("explain", job, sys.argv[1:])
 
 
 def harness() -> None:
     """The command `python -m minitransformer.harness`: lm_eval's own command line, with models of this package."""
+    replace_what_cannot_be_shown()
     try:
         from lm_eval.__main__ import cli_evaluate
 
@@ -211,9 +217,9 @@ def harness() -> None:
         sys.exit(f"error: {' '.join(str(error).split())}")
 
 
-def _given(hydra: Any) -> list[str]:
-    """Names of the settings on the command line."""
-    return [override.lstrip("+~").split("=")[0] for override in hydra.overrides.task]
+def _names(words: list[str]) -> list[str]:
+    """Of the settings on a command line."""
+    return [word.lstrip("+~").partition("=")[0] for word in words]
 
 
 def _command() -> list[str]:
@@ -225,113 +231,228 @@ def _command() -> list[str]:
     return ["python", sys.argv[0]] if script.suffix == ".py" else [script.name]
 
 
-def _main(name: str, job: Callable[[Any, Any], Any]) -> None:
-    if {"--help", "-h"} & set(sys.argv[1:]):
+def _main(name: str, job: Callable[[Any, Any, list[str]], Any], words: list[str]) -> None:
+    """Run the command `name` on the words after it; mistakes end in a line each and exit code 1."""
+    replace_what_cannot_be_shown()
+    with ExitStack() as stack:
+        if name == "train":
+            stack.enter_context(printing_never_fails())
         try:
-            print(help_text(name), flush=True)
-        except BrokenPipeError:
-            _reader_left()
-        return
-    sys.argv[1:] = map(quoted, sys.argv[1:])
-    import hydra
+            failures = _run(name, job, words)
+            finish()
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
+        except Exception as error:
+            failures = [error]
+        for error in failures:
+            if isinstance(error, BrokenPipeError) and name != "train":
+                reader_left()
+            if (line := one_line(error, name, words)) is None:
+                raise error
+            print(f"error: {line}", file=sys.stderr)
+        if failures:
+            sys.exit(1)
+
+
+def _run(name: str, job: Callable[[Any, Any, list[str]], Any], words: list[str]) -> list[Exception]:
+    """Do what the words ask for. Returns what went wrong in each job of a sweep, or in the only one.
+
+    job: called with the typed config, Hydra's own, and the settings as they were typed.
+    """
+    if {"--help", "-h"} & set(words):
+        print(help_text(name))
+        return []
+    if "--version" in words:
+        print(f"minitransformer {__version__}")
+        return []
+    from hydra import version
+    from hydra._internal.utils import _run_hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    _register_schemas(name)
+    parser, arguments = _parse(words)
+    texts = _texts(name)
+    typed = {quoted(word, texts, arguments.multirun): word for word in arguments.overrides}
+    arguments.overrides = list(typed)
+    shown = arguments.cfg == "job" and not arguments.multirun  # shown as it will be when the job has it
+    if shown:
+        arguments.cfg, arguments.resolve, resolve = None, False, arguments.resolve
     OmegaConf.register_new_resolver(
         "run_name", lambda given: given or training.time_name(), use_cache=True, replace=True
     )
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of being printed by Hydra
-
     failures: list[Exception] = []
 
-    @hydra.main(version_base="1.3", config_path=str(config_dir().absolute()), config_name=name)
     def task(composed: Any) -> Any:
         try:
-            refuse_unknown(composed, name)
-            return job(OmegaConf.to_object(composed), HydraConfig.get())
+            hydra = HydraConfig.get()
+            lines = leave_out(composed, name, hydra)
+            refuse_unknown(composed, name, hydra)
+            config = None if shown else OmegaConf.to_object(composed)
+            for line in lines:
+                print(line, file=sys.stderr)
+            if shown:
+                node = OmegaConf.select(composed, arguments.package) if arguments.package else composed
+                print(OmegaConf.to_yaml(node, resolve=resolve), end="")
+                return None
+            return job(config, hydra, [typed.get(word, word) for word in hydra.overrides.task])
         except Exception as error:  # kept from Hydra, which would print more than a line; a sweep goes on
             failures.append(error)
 
-    try:
-        with ExitStack() as stack:
-            if name != "train" and {"-m", "--multirun"} & set(sys.argv[1:]):  # Hydra wants a folder for a sweep
-                folder = stack.enter_context(TemporaryDirectory())
-                sys.argv.append(f"hydra.sweep.dir={_literal(folder)}")
-            task()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    except Exception as error:
-        failures.append(error)
-    for error in failures:
-        if isinstance(error, BrokenPipeError):
-            _reader_left()
-        if (line := one_line(error, name)) is None:
-            raise error
-        print(f"error: {line}", file=sys.stderr)
-    if failures:
-        sys.exit(1)
+    with ExitStack() as stack:
+        if name != "train" and arguments.multirun:  # Hydra wants a folder for a sweep
+            folder = stack.enter_context(TemporaryDirectory())
+            arguments.overrides.append(f"hydra.sweep.dir={literal(folder)}")
+        _register_schemas(name)
+        version.setbase("1.3")
+        _run_hydra(arguments, parser, task, str(config_dir().absolute()), name)
+    return failures
+
+
+def _parse(words: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Hydra's parser, and what it finds, wherever the options stand.
+
+    Raises:
+        ValueError: an option is not known, or lacks its value.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    parser = get_args_parser()
+    parser.error = refuse
+    arguments, unknown = parser.parse_known_intermixed_args(words)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        raise ValueError(f"{name} is not an option; a setting has no dashes: write {name.lstrip('-')}=VALUE")
+    return parser, arguments
+
+
+def _texts(name: str) -> dict[str, Any]:
+    """The settings of a command that hold texts; see `text_settings`."""
+    groups = defaultdict(list)
+    for schema, kind in SCHEMAS.items():
+        groups[schema.partition("_")[0]].append(kind)
+    return text_settings(_schema(name), groups)
+
+
+def _schema(name: str) -> type:
+    """The dataclass of a command's settings. The YAML of `explain` is that of `train` with a few settings more."""
+    return training.ExplainConfig if name == "explain" else SCHEMAS[name]
 
 
 def _register_schemas(name: str) -> None:
-    """Tell Hydra of the dataclasses; for the command `explain`, of train.yaml with a few settings more."""
+    """Tell Hydra of the dataclasses."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    for schema, kind in (SCHEMAS | ({"train": training.ExplainConfig} if name == "explain" else {})).items():
+    for schema, kind in (SCHEMAS | ({"train": _schema(name)} if name == "explain" else {})).items():
         node = OmegaConf.structured(kind)
-        for field in fields(kind):
-            if get_origin(field.type) is dict:  # such as logit_bias, whose keys are the user's
-                OmegaConf.set_struct(node[field.name], False)
+        # An overlay may name settings of a choice that was replaced: `leave_out` and `refuse_unknown` decide.
+        _take_any_key(node)
         ConfigStore.instance().store(group="schema", name=schema, node=node)
 
 
-def _reader_left() -> None:
-    """End well when who reads our output, such as `head`, has enough."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(0)
-
-
-TEXTS = ("prompt", "callbacks.sample_prompt")  # settings whose value is any text
-
-
-def quoted(argument: str) -> str:
-    """`prompt=def f():` as Hydra's grammar wants it, `prompt='def f():'`; what is quoted or no text stays."""
-    name, equals, text = argument.partition("=")
-    if (
-        name not in TEXTS
-        or (name != "prompt" and text == "null")
-        or (text[:1] in ("'", '"') and text[-1:] == text[:1] and len(text) > 1)
-    ):
-        return argument
-    return f"{name}{equals}{_literal(text)}"
-
-
-def _literal(text: str) -> str:
-    """Any text as a quoted value of Hydra's grammar."""
-    # A quote, and backslashes before one, are escaped; so is what would be taken for an interpolation.
-    text = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), text.replace("${", "\\${"))
-    return f"'{text}'"
-
-
-def refuse_unknown(config: Any, name: str, prefix: str = "") -> None:
-    """Raise ValueError for a key that `+KEY=VALUE` added beside those of the dataclasses."""
+def _take_any_key(node: Any) -> None:
     from omegaconf import DictConfig, OmegaConf
 
-    known = {field.name for field in fields(OmegaConf.get_type(config))}
+    OmegaConf.set_struct(node, False)
+    for key in node:
+        if isinstance(child := node._get_node(key), DictConfig) and not child._is_none():
+            _take_any_key(child)
+
+
+def leave_out(config: Any, name: str, hydra: Any) -> list[str]:
+    """Where a choice replaces the one that an overlay was written for, the overlay's settings of that group drop out.
+
+    Such as optimizer.lr of an experiment with Muon, where the user has chosen optimizer=adamw.
+
+    Returns:
+        A line for each choice that was replaced.
+
+    Raises:
+        ValueError: a debug overlay, which chooses what it is about, has lost its choice.
+    """
+    lines, overlays, words = [], list(_overlays(hydra)), hydra.overrides.task
+    for group, chosen, overlay in overlays:
+        defaults = [entry for entry in overlay.get("defaults", []) if not isinstance(entry, str)]
+        written_for = {key.removeprefix("override /"): choice for entry in defaults for key, choice in entry.items()}
+        replaced = {key: hydra.runtime.choices.get(key, choice) for key, choice in written_for.items()}
+        replaced = {key: choice for key, choice in replaced.items() if choice != written_for[key]}
+        if replaced and group == "debug":
+            key, choice = next(iter(replaced.items()))
+            raise ValueError(f"debug={chosen} chooses {key}={written_for[key]}; leave {key}={choice} out")
+        replaced = {key: choice for key, choice in replaced.items() if key in overlay}
+        if not replaced:
+            continue
+        choices = [f"{key}={choice}" for key, choice in replaced.items()]
+        others = [f"{other}={choice}" for other, choice, _ in overlays if other != group]
+        own = [word for word in words if word.lstrip("+~").partition(".")[0] in replaced]
+        without = compose(name, [*choices, *others, *own])
+        for key in replaced:
+            config[key] = without[key]
+            left_out = [s for s in _keys(overlay[key], f"{key}.") if s not in _names(words)]
+            if left_out:
+                lines.append(
+                    f"{group}={chosen} was written for {key}={written_for[key]}: {', '.join(left_out)} left out"
+                )
+    return lines
+
+
+def _overlays(hydra: Any) -> Iterator[tuple[str, str, Any]]:
+    """Group, name and content of each overlay that was chosen, in the order in which they are laid over the rest."""
+    from omegaconf import OmegaConf
+
+    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    for group in OVERLAYS:
+        if chosen := hydra.runtime.choices.get(group):
+            files = (folder / group / f"{chosen}.yaml" for folder in folders)
+            yield group, chosen, OmegaConf.load(next(file for file in files if file.exists()))
+
+
+def refuse_unknown(config: Any, name: str, hydra: Any) -> None:
+    """Raise ValueError for a key that none of the dataclasses has, whether typed or set by an overlay."""
+    known, words = set(_settings(config)), list(hydra.overrides.task)
+    typed = set(_names(words)) - set(hydra.runtime.choices)
+    for key in _keys(config):
+        above = {key} | {key[: dot.start()] for dot in re.finditer(r"\.", key)}  # a setting may hold keys of the user's
+        if above & known:
+            continue
+        overlays = [f"{group}={chosen}: " for group, chosen, content in _overlays(hydra) if key in _keys(content)]
+        said_by = "" if above & typed else "".join(overlays[-1:])
+        raise ValueError(said_by + unknown_key(key, name, words))
+
+
+def _settings(config: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all settings of a composed config."""
+    from omegaconf import DictConfig, OmegaConf
+
+    for field in fields(OmegaConf.get_type(config)):
+        node = config._get_node(field.name)
+        if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
+            yield from _settings(node, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+def _keys(config: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all values, whether settings or not."""
+    from omegaconf import DictConfig, OmegaConf
+
     for key in config:
-        if key not in known:
-            raise ValueError(unknown_key(f"{prefix}{key}", name))
         node = config._get_node(key)
-        if isinstance(node, DictConfig) and not node._is_none() and is_dataclass(OmegaConf.get_type(node)):
-            refuse_unknown(node, name, f"{prefix}{key}.")
+        if isinstance(node, DictConfig) and not node._is_none() and (node or is_dataclass(OmegaConf.get_type(node))):
+            yield from _keys(node, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
-def one_line(error: Exception, name: str) -> str | None:
+def one_line(error: Exception, name: str, words: list[str]) -> str | None:
     """One line for a mistake of the user's; None for a fault of ours, which deserves its traceback."""
     from hydra.errors import HydraException, OverrideParseException
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
     if not isinstance(error, HydraException | OmegaConfBaseException):
         if isinstance(error, OSError) and error.strerror:
@@ -339,59 +460,68 @@ def one_line(error: Exception, name: str) -> str | None:
         return " ".join(str(error).split()) if isinstance(error, ValueError) else None
     # Hydra and OmegaConf tell mistakes apart by their words alone; the cause names the full key.
     if isinstance(error, OverrideParseException):
-        return f"cannot read the override {error.override!r}; write SETTING=VALUE, lists as [a,b], odd values in quotes"
-    text = f"{error}\n{error.__cause__ or ''}"
+        return f'cannot read the override {error.override!r}; write SETTING=VALUE, lists as "SETTING=[a,b]"'
+    cause = error.__cause__
+    text = f"{error}\n{cause or ''}"
     if found := re.search(r"Could not find '([\w/]+)/([^'/]+)'", text):
         return f"{found[1]}={found[2]} is not known; choose one of {', '.join(options(found[1]))}"
     if found := re.search(r"Could not override '([^']+)'|[Kk]ey '([^']+)' (?:is )?not in", text):
-        return unknown_key(found[1] or found[2], name)
-    lines = [spoken(line.strip()) for line in str(error.__cause__ or error).splitlines() if line.strip()]
+        key = found[1] or found[2]
+        if isinstance(cause, ConfigKeyError | ConfigAttributeError) and str(cause.key) != key.rpartition(".")[2]:
+            there = ", ".join(field.name for field in fields(cause.object_type))  # of one in a list of dataclasses
+            return f"{key}: {cause.key} is not a setting; there are {there}"
+        return unknown_key(key, name, words)
+    lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
     key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
+    key = _typed(key, name)
     if "is not a ListConfig" in lines[0]:
-        return f"{key} takes a list, such as {key}=[a,b]"
+        return f'{key} takes a list, such as "{key}=[a,b]"'
     return f"{key}: {lines[0]}" if key and key not in lines[0] else lines[0]
 
 
-def spoken(text: str) -> str:
-    """With `from`, a word of Python's that no field of a dataclass can be called, in the place of its field's name."""
-    return re.sub(r"\bsource(?==|$)", "from", text)
+def _typed(key: str, name: str) -> str:
+    """A setting as it is typed: the converter's `source` is `from`, a word of Python's that no field can be called."""
+    return "from" if (name, key) == ("convert", "source") else key
 
 
-def unknown_key(key: str, name: str) -> str:
-    """Name the nearest setting that exists."""
-    groups = [a for a in sys.argv[1:] if "=" in a and "," not in a and (config_dir() / a.split("=")[0]).is_dir()]
-    known = list(map(spoken, _leaves(compose(name, groups))))
+def unknown_key(key: str, name: str, words: list[str]) -> str:
+    """Name the nearest setting that exists, among those of the choices in `words` or of another choice."""
+    groups = [w for w in words if "=" in w and "," not in w and (config_dir() / w.split("=")[0]).is_dir()]
+    config = compose(name, groups, return_hydra_config=True)
+    known = [_typed(setting, name) for setting in _settings(config)]
+    section, group = key.partition(".")[0], key.rpartition(".")[0]
+    elsewhere: dict[str, list[str]] = {}  # the settings of other choices of its group, and the choices that have each
+    if section in config.hydra.runtime.choices:
+        for choice in options(section):
+            for setting in _settings(compose(name, [f"{section}={choice}"])):
+                if setting.startswith(f"{section}.") and setting not in known:
+                    elsewhere.setdefault(setting, []).append(f"{section}={choice}")
+    if key in elsewhere:
+        chosen = f"{section}={config.hydra.runtime.choices[section]}"
+        return f"{key} is not a setting of {chosen}; choose {' or '.join(elsewhere[key])}"
     by_last = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    group = key.rpartition(".")[0]
     siblings = [k for k in known if k.rpartition(".")[0] == group]
-    near = difflib.get_close_matches(key, siblings, 1, 0.6) or by_last or difflib.get_close_matches(key, known, 1, 0.5)
+    near = (
+        difflib.get_close_matches(key, [*siblings, *elsewhere], 1, 0.6)
+        or by_last
+        or difflib.get_close_matches(key, known, 1, 0.5)
+    )
     if near:
-        return f"{key} is not a setting; did you mean {near[0]}?"
+        of = f" of {' or '.join(elsewhere[near[0]])}" if near[0] in elsewhere else ""
+        return f"{key} is not a setting; did you mean {near[0]}{of}?"
     there = siblings or [k for k in known if "." not in k]
     return f"{key} is not a setting; there are {', '.join(there)}"
 
 
-def compose(name: str, overrides: list[str] | None = None) -> Any:
+def compose(name: str, overrides: list[str] | None = None, return_hydra_config: bool = False) -> Any:
     """The config of a command before any setting of the user's but `overrides`."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
     _register_schemas(name)
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(config_dir().absolute()), version_base="1.3"):
-        return hydra.compose(name, overrides)
-
-
-def _leaves(config: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all settings."""
-    from omegaconf import DictConfig
-
-    for key in config:
-        node = config._get_node(key)
-        if isinstance(node, DictConfig) and not node._is_none():
-            yield from _leaves(node, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+    if not GlobalHydra.instance().is_initialized():
+        hydra.initialize_config_dir(str(config_dir().absolute()), version_base="1.3")
+    return hydra.compose(name, overrides, return_hydra_config)
 
 
 def options(group: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Numbers as people say them."""
+"""Numbers as people say them, and texts as they type them."""
 
 
 def short(number: float | None, unit: str = "") -> str:
@@ -18,3 +18,8 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.1f} {name}"
     return f"{seconds:.0f} s"
+
+
+def with_line_ends(typed: str) -> str:
+    """A text in which \\n and \\t stand for a line end and a tab, which are hard to type on a command line."""
+    return typed.replace("\\n", "\n").replace("\\t", "\t")

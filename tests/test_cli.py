@@ -1,5 +1,6 @@
 """The commands as a user types them: choices, help, sweeps, and every mistake in one line."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -7,14 +8,13 @@ import sys
 from dataclasses import asdict
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
-from minitransformer import Tokenizer
+import minitransformer
+from minitransformer import Tokenizer, cli
 from minitransformer.checkpoint import checkpoints
-from minitransformer.cli import compose, config_dir, options, quoted
+from minitransformer.cli import compose, config_dir, options
+from minitransformer.overrides import quoted
 from minitransformer.training.config import GROUPS
 from tests.conftest import ROOT, SMALL, sentences
 
@@ -50,7 +50,18 @@ def refused(result, *words):
     ("optimizer.embedding_lr=inf", ["optimizer.embedding_lr=inf"]),
     ("optimizer.betas=[0.9]", ["optimizer.betas"]),
     ("optimizer.betas=[0.9,1.0]", ["optimizer.betas=1.0"]),
-    ("data=text data.files=book.txt", ["data.files=[a,b]"]),
+    ("optimizer.groups=0.1", ["optimizer.groups takes a list", '"optimizer.groups=[a,b]"']),
+    ("optimizer.groups=[{patern:x}]", ["optimizer.groups: patern is not a setting", "pattern, lr, weight_decay"]),
+    ("data.files=[a.txt]", ["data.files is not a setting of data=stdlib", "data=text"]),
+    ("data.file=a.txt", ["did you mean data.files of", "data=text?"]),
+    ("optimizer=adamw optimizer.momentun=0.9", ["did you mean optimizer.momentum of optimizer=muon?"]),
+    ("+foo={}", ["foo is not a setting"]),
+    ("+foo={a:1}", ["foo.a is not a setting"]),
+    ("--data text", ["--data is not an option", "write data=VALUE"]),
+    ("seed=1 --cfg", ["--cfg", "expected one argument"]),
+    ("--cfg job trainer.max_step=5", ["did you mean trainer.max_steps?"]),
+    ("debug=find_lr schedule=cosine", ["debug=find_lr chooses schedule=range", "leave schedule=cosine out"]),
+    ("experiment=gpt2_124m data=stdlib", ["trainer.accumulate=32", "data.batch_size=8"]),
     ("data=text data.files=[book.txt", ["cannot read the override"]),
     ("data=text", ["data.files is empty"]),
     ("data=hub", ["data.name is empty"]),
@@ -156,6 +167,22 @@ def test_generate_from_a_run(command, trained):
     refused(command("generate", f"prompt='{'Ann sees. ' * 30}'"), "the prompt has", "holds 32")
 
 
+def test_a_word_source_stays_in_messages(command, workdir):
+    refused(command("convert", "from=x", "sourc=1"), "sourc is not a setting", "there are from, to,")
+    refused(command("generate", "checkpoint=my source"), "checkpoint=my source does not exist")
+    refused(command("generate", "draft=gone", "checkpoint=book.txt"), "book.txt cannot be read")
+
+
+def test_a_draft_that_is_missing_is_called_one(command, trained):
+    refused(command("generate", "draft=gone"), "draft=gone does not exist")
+
+
+@pytest.mark.parametrize("name", ["train", "generate", "convert"])
+def test_version(command, name):
+    result = command(name, "--version")
+    assert (result.code, result.out) == (0, f"minitransformer {minitransformer.__version__}\n")
+
+
 @pytest.mark.parametrize("name", ["train", "generate"])
 def test_help_and_config(command, name):
     result = command(name, "--help")
@@ -235,6 +262,105 @@ def test_every_experiment_runs_two_steps(command, workdir, experiment):
     assert re.search(r"bits per byte\s+│ [\d.]+ ", result.out)
 
 
+NEEDED = {  # what a choice asks for
+    "data=csv": ["data.files=a"], "data=jsonl": ["data.files=a"], "data=parquet": ["data.files=a"],
+    "data=text": ["data.files=a"], "data=hub": ["data.name=a"], "tokenizer=pretrained": ["tokenizer.name=a"],
+}  # fmt: skip
+EXPERIMENTS = [f"experiment={name}" for name in options("experiment")]
+DEBUG, SWEEPS = ([f"{group}={name}" for name in options(group)] for group in ("debug", "sweep"))
+SWAPPED = ("model", "data", "tokenizer", "optimizer", "schedule", "logger", "callbacks", "trainer")
+
+
+def composed(*words):
+    """The typed config of a job of train.py, and what is said of it."""
+    texts = cli._texts("train")
+    config = cli.compose("train", [quoted(word, texts) for word in words], return_hydra_config=True)
+    hydra = config.hydra
+    with open_dict(config):
+        del config.hydra
+    lines = cli.leave_out(config, "train", hydra)
+    cli.refuse_unknown(config, "train", hydra)
+    return OmegaConf.to_object(config), lines
+
+
+CROSSED = []  # every choice of every group, several groups at a time
+for number in range(max(len(options(group)) for group in SWAPPED)):
+    CROSSED.append({group: options(group)[number % len(options(group))] for group in SWAPPED})
+
+
+def words_of(chosen):
+    choices = [f"{group}={name}" for group, name in chosen.items()]
+    return [*choices, *(setting for choice in choices for setting in NEEDED.get(choice, []))]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return [composed(*words_of(chosen))[0] for chosen in CROSSED]
+
+
+@pytest.mark.parametrize("overlay", [*EXPERIMENTS, *DEBUG])
+def test_every_overlay_composes_with_every_choice(overlay, plain):
+    """Where the overlay was written for another choice, what the user chose is as it is alone."""
+    group, name = overlay.split("=")
+    written_for = dict(re.findall(r"override /(\w+): (\w+)", (config_dir() / group / f"{name}.yaml").read_text()))
+    more = {"experiment=gpt2_124m": ["trainer.accumulate=1"], "debug=find_batch": ["trainer.devices=1"]}
+    for chosen, alone, sweep in zip(CROSSED, plain, itertools.cycle(SWEEPS), strict=False):
+        chosen = {g: choice for g, choice in chosen.items() if (overlay, g) != ("debug=find_lr", "schedule")}
+        config, lines = composed(overlay, sweep, *words_of(chosen), *more.get(overlay, []))
+        replaced = {g for g, choice in chosen.items() if written_for.get(g, choice) != choice}
+        for g in replaced:
+            assert getattr(config, g) == getattr(alone, g), (overlay, chosen)
+        assert {re.match(rf"{overlay} was written for (\w+)=", line)[1] for line in lines} <= replaced
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes_with_every_debug_overlay(experiment):
+    needed = ["data.files=a"] if experiment in ("experiment=names", "experiment=shakespeare_char") else []
+    rate = composed(experiment, *needed)[0].optimizer.lr
+    for debug in options("debug"):
+        if (experiment, debug) == ("experiment=gpt2_124m", "overfit"):
+            with pytest.raises(ValueError, match=r"limit_rows=512 cannot go with data\.streaming=true"):
+                composed(experiment, f"debug={debug}")
+            continue
+        config, _ = composed(experiment, f"debug={debug}", *needed)
+        assert type(config.schedule).__name__ == ("RangeConfig" if debug == "find_lr" else "WSDConfig")
+        assert config.optimizer.lr == (1.0 if debug == "find_lr" else rate)
+
+
+def test_what_drops_out_is_said_and_what_the_user_sets_stays(command):
+    words = ["experiment=shakespeare_char", "data.files=book.txt", "optimizer=adamw", "optimizer.weight_decay=0.5"]
+    result = command("train", "--cfg", "job", *words)
+    assert result.code == 0
+    line = "experiment=shakespeare_char was written for optimizer=muon: "
+    assert result.err == f"{line}optimizer.lr, optimizer.embedding_lr, optimizer.momentum left out\n"
+    shown = OmegaConf.create(result.out)
+    assert (shown.optimizer.lr, shown.optimizer.weight_decay, shown.model.max_seq_len) == (1e-3, 0.5, 64)
+    assert "embedding_lr" not in shown.optimizer
+    assert composed(*words, "debug=find_lr")[0].optimizer.lr == 1.0  # of the overlay that is about any optimizer
+    refused(command("train", *words, "optimizer.embedding_lr=0.3"), "embedding_lr is not a setting of optimizer=adamw")
+    refused(command("train", "-m", "--cfg=job", *words), "Only one of --run, --multirun, --cfg")
+
+
+def test_an_overlay_with_a_setting_that_is_none_is_named(command, workdir):
+    (workdir / "more" / "experiment").mkdir(parents=True)
+    own = "# @package _global_\n# one's own\noptimizer: {embedding_lr: 0.2, lr: 0.5}\n"
+    (workdir / "more" / "experiment" / "mine.yaml").write_text(own)
+    asked = ["--config-dir", "more", "experiment=mine", "--cfg", "job"]
+    assert "embedding_lr: 0.2" in command("train", *asked).out
+    line = "experiment=mine: optimizer.embedding_lr is not a setting of optimizer=adamw; choose optimizer=muon"
+    refused(command("train", *asked, "optimizer=adamw"), line)
+
+
+def test_options_stand_anywhere(command, workdir):
+    assert (
+        command("train", "seed=3", "--cfg", "job", "name=a").out
+        == command("train", "--cfg=job", "seed=3", "name=a").out
+    )
+    assert command("train", "seed=3", "--cfg", "job", "--package", "optimizer").out.startswith("kind: muon\n")
+    result = command("explain", "model=tiny,small", "-m", "output=json")
+    assert len(result.out.splitlines()) == 2
+
+
 def test_a_sweep_has_a_directory_for_each_job(command, workdir):
     result = command("train", "-m", *TEXT, *SMALL, "seed=1,2", "trainer.max_steps=2", "name=sweep")
     assert result.code == 0, result.err
@@ -284,8 +410,6 @@ def test_start_up_imports_late():
 
 
 def test_public_names():
-    import minitransformer
-
     for name in minitransformer.__all__:
         assert getattr(minitransformer, name).__doc__
     with pytest.raises(AttributeError, match="magic"):
@@ -306,19 +430,6 @@ def test_a_profile_shows_where_time_goes(command, workdir):
     assert result.code == 0, result.err
     assert re.search(r"(aten::(add)?mm|::_linear_pointwise) +\d", result.out)  # by either library
     assert json.loads((workdir / "runs/run/trace.json").read_text())["traceEvents"]
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.text(alphabet="ab '\\\"(){}[]:,=$\n\t#é", max_size=12))
-def test_a_prompt_is_any_text(text):
-    """What Hydra's parser and OmegaConf make of it is what was typed."""
-    if text[:1] in ("'", '"') and text[-1:] == text[:1] and len(text) > 1:
-        return  # taken as quoted by the user
-    if "${" in text and "\\${" in text:
-        return  # a backslash before an interpolation cannot be told from an escape
-    override = OverridesParser.create().parse_override(quoted(f"prompt={text}"))
-    assert OmegaConf.create({"prompt": override.value()}).prompt == text
-    assert quoted("temperature=0.5") == "temperature=0.5"
 
 
 def test_a_reader_of_help_may_leave():

@@ -89,7 +89,7 @@ class FilesConfig(DataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.files:
-            raise ValueError("data.files is empty; name at least one file, such as data.files=[book.txt]")
+            raise ValueError("data.files is empty; name at least one file, such as data.files=book.txt")
         for setting, names in (("data.files", self.files), ("data.val_files", self.val_files)):
             if "" in names:
                 raise ValueError(f"{setting} holds an empty name; name a file, or . for the working directory")

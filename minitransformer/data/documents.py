@@ -124,7 +124,7 @@ def stdlib_documents() -> list[str]:
                 except (OSError, UnicodeDecodeError):
                     continue
     if not texts:
-        raise ValueError(f"data=stdlib found no .py file in {root}; train on your own with data=text data.files=[...]")
+        raise ValueError(f"data=stdlib found no .py file in {root}; train on your own with data=text data.files=FILE")
     return sorted(texts, key=lambda text: (_whole(text).key(), text))
 
 

@@ -16,6 +16,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from minitransformer.words import with_line_ends
+
 # What the files of each kind end in, below a .gz or .zst.
 ENDINGS = {
     "text": (".txt", ".md", ".py"),
@@ -180,7 +182,7 @@ def split_documents(pieces: Iterable[str], documents: str) -> Iterator[str]:
     documents: `line` (ended by LF or CRLF, which is left out), `blank_line` (ended by lines of white space), or the
         separator itself, in which \\n and \\t stand for line end and tab.
     """
-    separator = documents.replace("\\n", "\n").replace("\\t", "\t")
+    separator = with_line_ends(documents)
     pattern, length = re.compile(re.escape(separator)), len(separator)
     if documents == "line":
         pattern, length = re.compile(r"\r?\n"), len("\r\n")

@@ -18,7 +18,7 @@ class EvaluateConfig:
     """The whole config of `python -m minitransformer.evaluate`.
 
     checkpoint: a run directory or a model file (None: the newest run under `runs_dir`).
-    data: chosen as for train.py, such as data=text data.files=[book.txt]: all of its documents. None: what the run
+    data: chosen as for train.py, such as data=text data.files=book.txt: all of its documents. None: what the run
         held out of its own data.
     length: tokens that the model sees at most (None: its max_seq_len); 512, or 4x for four times max_seq_len.
     stride: a longer document is read in windows of `length` that begin so many tokens apart (None: half of length).

@@ -118,7 +118,7 @@ def data_of_run(path: Path) -> DataConfig:
     folders = [path] if path.is_dir() else [path.parent, path.parent.parent]  # a file may lie in checkpoints/
     file = next((folder / "config.yaml" for folder in folders if (folder / "config.yaml").is_file()), None)
     if file is None:
-        raise ValueError(f"{path} has no config.yaml that says what it held out; choose data=text data.files=[...]")
+        raise ValueError(f"{path} has no config.yaml that says what it held out; choose data=text data.files=FILE")
     values = OmegaConf.to_container(OmegaConf.load(file))
     data = values.get("data") if isinstance(values, dict) else None
     if isinstance(data, dict) and data:
@@ -126,7 +126,7 @@ def data_of_run(path: Path) -> DataConfig:
         choice = SOURCES.get(data["kind"])
         if choice is not None and set(data) <= {field.name for field in fields(choice)}:
             return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(choice), data))  # its types are checked
-    raise ValueError(f"{file} does not say what the data of the run were; choose data=text data.files=[...]")
+    raise ValueError(f"{file} does not say what the data of the run were; choose data=text data.files=FILE")
 
 
 def _with_kind(data: dict) -> dict:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from minitransformer.model.checks import at_least, choose
+from minitransformer.overrides import VERBATIM
+from minitransformer.words import with_line_ends
 
 OVERFLOWS = ("error", "slide", "extend")
 OUTPUTS = ("text", "json")
@@ -98,7 +100,7 @@ class GenerateConfig(Sampling):
 
     checkpoint: str | None = None
     runs_dir: str = "runs"
-    prompt: str = ""
+    prompt: str = field(default="", metadata=VERBATIM)
     prompt_file: str | None = None
     num_samples: int = 1
     beams: int = 1
@@ -108,7 +110,7 @@ class GenerateConfig(Sampling):
     quantize: str = "none"
     max_new_tokens: int | None = None
     max_seconds: float | None = None
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list, metadata=VERBATIM)
     overflow: str = "error"
     output: str = "text"
     interactive: bool = False
@@ -139,6 +141,7 @@ class GenerateConfig(Sampling):
             at_least("max_new_tokens", self.max_new_tokens, 1)
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise ValueError(f"max_seconds={self.max_seconds} must be above 0")
+        self.stop = [with_line_ends(text) for text in self.stop]
         if "" in self.stop:
             raise ValueError("stop holds an empty text, which would end everything at once")
         choose("overflow", self.overflow, OVERFLOWS)

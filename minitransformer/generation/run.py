@@ -40,6 +40,8 @@ def run(config: GenerateConfig) -> None:
         quantize_int8(model)
     draft = None
     if config.draft is not None:
+        if not Path(config.draft).exists():
+            raise ValueError(f"draft={config.draft} does not exist (looked in {Path.cwd()})")
         draft, its_tokenizer = load(config.draft, device, say=say)
         if its_tokenizer.to_json() != tokenizer.to_json():
             raise ValueError(f"draft={config.draft} has another tokenizer than {path}")

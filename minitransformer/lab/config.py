@@ -1,8 +1,9 @@
 """Settings of the attention lab."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from minitransformer.model.checks import at_least
+from minitransformer.overrides import VERBATIM
 
 
 @dataclass
@@ -22,7 +23,7 @@ class LabConfig:
 
     checkpoint: str | None = None
     runs_dir: str = "runs"
-    prompt: str = "time flies like an arrow"
+    prompt: str = field(default="time flies like an arrow", metadata=VERBATIM)
     layer: int = 0
     head: int = 0
     explain: int = 3

@@ -11,6 +11,7 @@ from minitransformer.data.config import PretrainedConfig
 from minitransformer.generation.config import OUTPUTS
 from minitransformer.model.checks import Choice, at_least, choose, fraction, positive
 from minitransformer.model.config import ModelConfig
+from minitransformer.overrides import VERBATIM
 
 
 @dataclass
@@ -299,7 +300,7 @@ class CallbacksConfig:
     checkpoint_every: int = 250
     keep_checkpoints: int = 3
     sample_every: int = 250
-    sample_prompt: str | None = None
+    sample_prompt: str | None = field(default=None, metadata=VERBATIM)
     sample_tokens: int = 120
     sample_temperature: float = 0.7
     progress: bool = True
