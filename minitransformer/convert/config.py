@@ -12,6 +12,7 @@ class ConvertConfig:
     source: a Hugging Face folder, or a run directory or model file of ours (`from` on the command line).
     to: the folder to write: ours from a Hugging Face folder, a Hugging Face folder from ours.
     tokenizer_path: a tokenizer.json, or a folder with one, in place of that of a Hugging Face folder (None: its own).
+        The folder's chat template, sampling settings and end tokens, which belong to its own, are left out then.
     shard_gb: size of the files that weights are written in, in 10^9 bytes.
     """
 

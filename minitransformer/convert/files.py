@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minitransformer.checkpoint import CheckpointError, read_plain
 from minitransformer.convert.mapping import ConvertError
+from minitransformer.data.tokenizer import json_object
 
 # What describes how a model is used, whatever it computes.
 USE_FILES = (
@@ -28,12 +29,9 @@ SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 def read_json(path: Path) -> dict[str, Any]:
     """Raises ConvertError when there is no object in `path`."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json_object(path)
     except ValueError as error:
-        raise ConvertError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConvertError(f"{path} holds {type(found).__name__}, not an object")
-    return found
+        raise ConvertError(str(error)) from None
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

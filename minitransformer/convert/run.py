@@ -172,8 +172,8 @@ def read_tokenizer(folder: Path, other: str | None) -> Tokenizer:
         backend = Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise ConvertError(f"{path} cannot be read as a tokenizer ({' '.join(str(error).split())})") from None
-    names = named_tokens(place, backend) if place.is_dir() else (None, [])
     try:
+        names = named_tokens(place, backend) if place.is_dir() else (None, [])
         return Tokenizer.adopt(backend, *names)
     except ValueError as error:
         raise ConvertError(f"{path} cannot be used: {error}; give another with tokenizer_path=PATH") from None

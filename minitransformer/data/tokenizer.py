@@ -68,14 +68,15 @@ def document_tokens(backend: Backend) -> tuple[str | None, str | None]:
     return start or end, end
 
 
-# The files of a Hugging Face folder that say what starts and ends a text: by ids and by names, the later word counting.
+# The files of a Hugging Face folder that name what starts and ends a text. Of two, the later counts.
 BY_ID, BY_NAME = ("config.json", "generation_config.json"), ("special_tokens_map.json", "tokenizer_config.json")
 
 
 def named_tokens(folder: Path, backend: Backend) -> tuple[str | None, list[str]]:
     """The token that starts a text and all that end one, as the files of a Hugging Face folder say.
 
-    The ids come first, as `transformers` generates by them, but for a start that it puts before every text.
+    Ids count before names, because `transformers` generates by them. A start token that tokenizer_config.json lets it
+    put before every text (`add_bos_token`) counts before both.
 
     Raises:
         ValueError: one of these files is no JSON object.
@@ -99,11 +100,12 @@ def _merged(folder: Path, names: Iterable[str]) -> dict:
     found: dict = {}
     for name in names:
         if (folder / name).is_file():
-            found |= _json_object(folder / name)
+            found |= json_object(folder / name)
     return found
 
 
-def _json_object(path: Path) -> dict:
+def json_object(path: Path) -> dict:
+    """What a file holds; raises ValueError when that is no JSON object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -154,7 +156,7 @@ class Tokenizer:
         for token, i in vocabulary.items():
             if token in self.special:
                 continue
-            elif sentencepiece:
+            if sentencepiece:
                 self.token_bytes[i] = bytes_of(token)
             elif i in added or self.characters:
                 self.token_bytes[i] = token.encode()
