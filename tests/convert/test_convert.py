@@ -478,10 +478,7 @@ WRONG = {
     "broken config": (lambda f: (f / "config.json").write_text("{"), ["config.json is not JSON"]),
     "broken weights": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 50), ["cannot be read as safetensors"]),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), ["cannot be read as a tokenizer"]),
-    "broken names of tokens": (
-        lambda f: (f / "tokenizer_config.json").write_text("{"),
-        ["tokenizer_config.json is not"],
-    ),
+    "broken tokens' names": (lambda f: (f / "tokenizer_config.json").write_text("{"), ["tokenizer_config.json is not"]),
     "missing shard": (index({NORM: "model-2.safetensors"}), ["lacks the shard model-2.safetensors"]),
     "index outside": (index({NORM: "../m.safetensors"}), ["'../m.safetensors'", "not a file of its own folder"]),
     "index absolute": (index({NORM: "/etc/passwd"}), ["'/etc/passwd'", "not a file of its own folder"]),
