@@ -421,7 +421,7 @@ def test_overfitting_one_batch_brings_the_loss_down(command, workdir):
                      "model.max_seq_len=32", "data.batch_size=4", "trainer.max_steps=60")  # fmt: skip
     assert result.code == 0, result.err
     assert "rows      4 of 32 tokens" in result.out
-    assert float(re.findall(r"step 60/60  loss ([\d.]+)", result.out)[0]) < 0.3
+    assert float(re.findall(r"step 60/60  train ([\d.]+)", result.out)[0]) < 0.3
 
 
 def test_a_profile_shows_where_time_goes(command, workdir):

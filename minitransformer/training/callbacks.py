@@ -272,7 +272,9 @@ class Sampler(pl.Callback):
         text = "".join(stream(model, tokenizer, self.prompt, self.n_new, **sampling))
         text = self.prompt + text
         self.console.print(Text(f"sample after step {step}", style="bold"))
-        self.console.print(Text("\n".join("  │ " + printable(line) for line in text.split("\n")), style="cyan"))
+        edge = "|" if self.console.options.ascii_only else "│"
+        lines = (f"  {edge} {printable(line)}" for line in text.split("\n"))
+        self.console.print(Text("\n".join(lines), style="cyan"))
         return text
 
     @torch.no_grad()
