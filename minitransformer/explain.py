@@ -3,7 +3,6 @@
 Everything is worked out from the config by `model.cost`; no model is built and no text is tokenised.
 """
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -32,7 +31,7 @@ from minitransformer.model.cost import (
     training_memory,
 )
 from minitransformer.training.config import ExplainConfig, inherit
-from minitransformer.words import duration, short
+from minitransformer.words import duration, short, to_json
 
 OPTIMAL = 20  # tokens a parameter for the least loss at given operations (Hoffmann et al. 2022)
 EPOCHS = 4  # that are about as good as new text (Muennighoff et al. 2023)
@@ -51,7 +50,7 @@ def run(config: ExplainConfig, given: Sequence[str] = ()) -> None:
         config = inherit(config, read_model(Path(config.init_from))[0], given)
     found = explain(config)
     if config.output == "json":
-        print(json.dumps(found))
+        print(to_json(found))
     else:
         show(config, found)
 

@@ -1,4 +1,7 @@
-"""Numbers as people say them, and texts as they type them."""
+"""Numbers as people and JSON say them, and texts as they are typed."""
+
+import json
+import math
 
 
 def short(number: float | None, unit: str = "") -> str:
@@ -23,3 +26,24 @@ def duration(seconds: float) -> str:
 def with_line_ends(typed: str) -> str:
     """A text in which \\n and \\t stand for a line end and a tab, which are hard to type on a command line."""
     return typed.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats a token; infinite where that is beyond all floats."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def to_json(value: object) -> str:
+    """One line of JSON, with null for the numbers that JSON lacks: NaN and infinities."""
+    return json.dumps(_known(value), ensure_ascii=False, allow_nan=False)
+
+
+def _known(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _known(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_known(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

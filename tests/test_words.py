@@ -1,8 +1,11 @@
-"""Numbers as people say them."""
+"""Numbers as people and JSON say them."""
+
+import json
+import math
 
 import pytest
 
-from minitransformer.words import duration, short
+from minitransformer.words import duration, perplexity, short, to_json
 
 
 @pytest.mark.parametrize(("number", "words"), [
@@ -24,3 +27,17 @@ def test_short_numbers_with_a_unit(number, words):
 ])  # fmt: skip
 def test_durations(seconds, words):
     assert duration(seconds) == words
+
+
+def test_json_has_null_for_numbers_that_it_lacks():
+    value = {"a": [1.5, math.nan, (math.inf, -math.inf)], "b": {"ü": 2, "c": True}, "d": None}
+    known = {"a": [1.5, None, [None, None]], "b": {"ü": 2, "c": True}, "d": None}
+    assert to_json(value) == json.dumps(known, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(0.0, 1.0), (2.0, math.exp(2)), (709.0, math.exp(709)), (710.0, math.inf)]
+)
+def test_perplexity(loss, expected):
+    assert perplexity(loss) == expected
+    assert math.isnan(perplexity(math.nan))

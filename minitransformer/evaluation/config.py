@@ -9,8 +9,9 @@ from minitransformer.generation.config import OUTPUTS
 from minitransformer.model.checks import at_least, choose
 from minitransformer.model.config import SCALINGS
 
-# Settings of the data that only say how to train on it.
-OF_TRAINING = ("batch_size", "packing", "split", "workers", "limit_rows", "allow_changed", "val_files", "val_split")
+# Settings of the data that only say how to train on it: those that every source has, and some of each.
+OF_TRAINING = {field.name for field in fields(DataConfig)} - {"kind"}
+OF_TRAINING |= {"val_files", "val_split", "streaming", "buffer"}
 
 
 @dataclass

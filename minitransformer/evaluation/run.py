@@ -1,6 +1,5 @@
 """What `python -m minitransformer.evaluate` does: the result to standard output, all else to standard error."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import chain
@@ -12,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from minitransformer.checkpoint import atomic_write, latest_run, load
+from minitransformer.checkpoint import atomic_write, latest_run, load, read_starts
 from minitransformer.data.config import SOURCES, DataConfig
-from minitransformer.data.documents import Document, load_corpus
+from minitransformer.data.documents import Corpus, Document, load_corpus
 from minitransformer.data.files import TABLES, expand
 from minitransformer.data.packing import Documents, TokenStream
 from minitransformer.data.store import look_through, token_stream
@@ -23,6 +22,7 @@ from minitransformer.device import choose_device
 from minitransformer.evaluation.config import EvaluateConfig
 from minitransformer.evaluation.scoring import evaluate, lengthened, loss_by_position
 from minitransformer.model.quantize import quantize_int8
+from minitransformer.words import to_json
 
 TABLE_ROWS = 32  # of losses by position, at most
 
@@ -75,7 +75,7 @@ def run(config: EvaluateConfig) -> None:
     if config.output == "json":
         summary = {"max_seq_len": trained, "position": model.config.position, "scaling": model.config.rotary.scaling}
         summary |= {"tokens": tokens.tolist(), "loss_by_position": found.tolist()}
-        print(json.dumps(about | summary))
+        print(to_json(about | summary))
     else:
         show_by_position(found, tokens, trained)
 
@@ -88,17 +88,16 @@ def tokens_of(
     Raises:
         ValueError: there is no text, or no data are given and those of the run cannot be found.
     """
-    given = config.data is not None
-    data = replace(config.data, split="hash") if given else data_of_run(path)  # hash: documents stay whole
-    corpus = load_corpus(data)
-    documents = (document for document in corpus.read() if not document.blank)
-    if not given:
-        held_out = look_through(corpus, data.val_fraction, bar).held_out
-        documents = (d for d, held in zip(documents, held_out, strict=True) if held)
+    if config.data is not None:
+        corpus = load_corpus(replace(config.data, split="hash"))  # so that documents stay whole
+        what, documents = corpus.what, (document for document in corpus.read() if not document.blank)
+    else:
+        corpus, documents = held_out_of(run_of(path), bar)
+        what = f"held-out text of {corpus.what}"
     task = bar.add_task("tokenising", total=None)
     stream, found = token_stream(_first(documents, corpus.what), tokenizer)
     bar.remove_task(task)
-    return (corpus.what if given else f"held-out text of {corpus.what}"), stream, found
+    return what, stream, found
 
 
 def _first(documents: Iterator[Document], what: str) -> Iterator[Document]:
@@ -109,16 +108,40 @@ def _first(documents: Iterator[Document], what: str) -> Iterator[Document]:
     return chain((first,), documents)
 
 
-def data_of_run(path: Path) -> DataConfig:
-    """The data settings of the run that a run directory or one of its files belongs to.
+def run_of(path: Path) -> Path:
+    """The run directory that a path is, or that a model file or checkpoint lies in.
 
     Raises:
-        ValueError: there is no config.yaml, or it is not one that says what the data were.
+        ValueError: there is none.
     """
     folders = [path] if path.is_dir() else [path.parent, path.parent.parent]  # a file may lie in checkpoints/
-    file = next((folder / "config.yaml" for folder in folders if (folder / "config.yaml").is_file()), None)
-    if file is None:
+    run = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
+    if run is None:
         raise ValueError(f"{path} has no config.yaml that says what it held out; choose data=text data.files=FILE")
+    return run
+
+
+def held_out_of(run: Path, bar: Progress) -> tuple[Corpus, Iterator[Document]]:
+    """The corpus of a run, and the documents in it that the run held out; says so where the corpus has changed."""
+    data = data_of_run(run)
+    corpus = load_corpus(data)
+    trained_on = [start["fingerprints"]["data"] for start in read_starts(run) if "fingerprints" in start]
+    if trained_on and corpus.fingerprint != trained_on[-1]:
+        bar.console.print(
+            f"warning: {corpus.what} is not the text of {run} any more; some of what is scored may have been trained on"
+        )
+    held_out = look_through(corpus, data.val_fraction, bar).held_out
+    documents = (document for document in corpus.read() if not document.blank)
+    return corpus, (document for document, held in zip(documents, held_out, strict=True) if held)
+
+
+def data_of_run(run: Path) -> DataConfig:
+    """The data settings of a run.
+
+    Raises:
+        ValueError: its config.yaml does not say what the data were.
+    """
+    file = run / "config.yaml"
     values = OmegaConf.to_container(OmegaConf.load(file))
     data = values.get("data") if isinstance(values, dict) else None
     if isinstance(data, dict) and data:
@@ -166,7 +189,7 @@ def _kind_of(files: list[str], kinds: list[str]) -> str:
 
 def show(config: EvaluateConfig, found: dict) -> None:
     if config.output == "json":
-        print(json.dumps(found))
+        print(to_json(found))
         return
     each = "" if found["bits_per_byte"] is None else f"{found['bits_per_byte']:.4f}"
     for name, value in {

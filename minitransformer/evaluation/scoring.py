@@ -14,6 +14,7 @@ from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.model.config import RotaryConfig
 from minitransformer.model.cost import LEAST_ROWS, LOGITS
 from minitransformer.model.transformer import Transformer
+from minitransformer.words import perplexity
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
 
     @property
     def bits_per_byte(self) -> float | None:

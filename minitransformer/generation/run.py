@@ -1,7 +1,6 @@
 """What generate.py does: text to standard output as it is made, all else to standard error."""
 
 import contextlib
-import json
 import math
 import sys
 import time
@@ -20,6 +19,7 @@ from minitransformer.generation.speculative import Guesses, speculate
 from minitransformer.model.product import pack_weights
 from minitransformer.model.quantize import quantize_int8
 from minitransformer.model.transformer import Transformer
+from minitransformer.words import perplexity, to_json
 
 
 def say(line: str) -> None:
@@ -159,7 +159,7 @@ def show_all(config: GenerateConfig, rows: list[Row]) -> None:
 def show_one(config: GenerateConfig, number: int, found: Continuation) -> None:
     """As an object, or as text below its number if it has one."""
     if config.output == "json":
-        print(json.dumps(asdict(found), ensure_ascii=False), flush=True)
+        print(to_json(asdict(found)), flush=True)
         return
     head = f"--- {number} ---\n" if number else ""
     print(f"{chr(10) if number > 1 else ''}{head}{found.prompt}{found.text}", flush=True)
@@ -169,11 +169,11 @@ def show_score(found: Continuation, tokenizer: Tokenizer, output: str) -> None:
     total, n_bytes = sum(found.log_probs), len(found.text.encode())
     summary = {
         "log_prob": total,
-        "perplexity": math.exp(-total / len(found.tokens)),
+        "perplexity": perplexity(-total / len(found.tokens)),
         "bits_per_byte": -total / math.log(2) / n_bytes if n_bytes else None,
     }
     if output == "json":
-        print(json.dumps({"text": found.text, "tokens": found.tokens, "log_probs": found.log_probs} | summary))
+        print(to_json({"text": found.text, "tokens": found.tokens, "log_probs": found.log_probs} | summary))
         return
     for token, log_prob in zip(found.tokens, found.log_probs, strict=True):
         print(

@@ -2,10 +2,11 @@
 
 import errno
 import json
+import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,16 @@ import torch
 from omegaconf import OmegaConf
 
 from minitransformer import Tokenizer, load, score
-from minitransformer.checkpoint import checkpoints, read_held_out, read_metrics
-from minitransformer.data.config import CSVConfig, HubConfig, JSONLinesConfig, ParquetConfig, StdlibConfig, TextConfig
+from minitransformer.checkpoint import checkpoints, read_held_out, read_metrics, save_model
+from minitransformer.data.config import (
+    CSVConfig,
+    DataConfig,
+    HubConfig,
+    JSONLinesConfig,
+    ParquetConfig,
+    StdlibConfig,
+    TextConfig,
+)
 from minitransformer.evaluation.run import data_of_run
 from minitransformer.model.quantize import quantize_int8
 from minitransformer.report.reading import read
@@ -211,8 +220,9 @@ MISTAKES = [
     ("data=text", ["data.files is empty"]),
     ("data=nope", ["data=nope is not known", "jsonl"]),
     ("data=text data.files=[blank.txt]", ["blank.txt holds no text"]),
-    ("data=text data.files=[book.txt] data.batch_size=3", ["data.batch_size is for training"]),
     ("data=text data.files=[book.txt] data.val_files=[book.txt]", ["data.val_files is for training"]),
+    ("data=hub data.name=here data.streaming=true", ["data.streaming is for training", "all documents"]),
+    ("data=hub data.name=here data.val_split=test", ["data.val_split is for training"]),
     ("stride=0", ["stride=0 is too small", "at least 1"]),
     ("stride=33", ["stride=33 is beyond the window of length=32"]),
     ("length=8 stride=9", ["stride=9 is beyond the window of length=8"]),
@@ -231,6 +241,54 @@ MISTAKES = [
     ("strid=3", ["did you mean stride?"]),
     ("checkpoint=alone.safetensors", ["alone.safetensors has no config.yaml", "data=text data.files=[...]"]),
 ]  # fmt: skip
+
+
+# A value for every setting that a source of documents shares, other than its default.
+SHARED = dict(
+    batch_size=3, row_length=16, packing="pad", val_fraction=0.3, split="tail", workers=1, cache_dir="there",
+    limit_rows=1, allow_changed="true",
+)  # fmt: skip
+
+
+def test_settings_of_the_data_that_only_training_heeds_are_refused_by_name(command, trained):
+    assert set(SHARED) == {field.name for field in fields(DataConfig)} - {"kind"}
+    for name, value in SHARED.items():
+        result = command("evaluate", "data=text", "data.files=[book.txt]", f"data.{name}={value}")
+        assert result.code == 1
+        assert f"error: data.{name} is for training" in result.err, result.err
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "another way to read it"])
+def test_text_that_is_no_longer_the_run_s_is_noticed(command, lines, workdir, change):
+    assert "warning" not in command("evaluate").err
+    text = (workdir / "book.txt").read_text(encoding="utf-8")
+    if change == "another way to read it":
+        config = Path("runs/lines/config.yaml")
+        config.write_text(config.read_text().replace("documents: line", "documents: blank_line\n  split: tail"))
+        config.write_text(config.read_text().replace("  split: auto\n", ""))
+    else:
+        (workdir / "book.txt").write_text(text[: len(text) // 2] if change == "shorter" else text + "Bob sees.\n")
+    for checkpoint in ("runs/lines", "runs/lines/model.safetensors", str(checkpoints(Path("runs/lines"))[-1])):
+        result = command("evaluate", f"checkpoint={checkpoint}")
+        assert result.code == 0, result.err
+        (warning,) = [line for line in result.err.splitlines() if "warning" in line]
+        assert warning.startswith("warning: book.txt is not the text of runs/lines any more"), warning
+
+
+def test_json_has_null_where_a_number_is_none(command, trained, workdir):
+    """The loss of a model whose weights are not finite, and a perplexity beyond all numbers."""
+    model, words = load(trained)
+    state = model.state_dict()
+    for value, key in ((math.nan, "loss"), (1e6, "perplexity")):
+        head = torch.full_like(state["head.weight"], value)
+        head[::2] *= -1
+        save_model(workdir / "odd.safetensors", model.config, state | {"head.weight": head}, words)
+        result = command("evaluate", "checkpoint=odd.safetensors", "data=text", "data.files=[book.txt]", "output=json")
+        assert result.code == 0, result.err
+        assert json.loads(result.out, parse_constant=pytest.fail)[key] is None
+        result = command("generate", "checkpoint=odd.safetensors", "prompt=Ann", "score=true", "output=json")
+        assert result.code == 0, result.err
+        assert json.loads(result.out, parse_constant=pytest.fail)["perplexity"] is None
 
 
 def test_mistakes_end_in_one_line(command, trained, workdir):
