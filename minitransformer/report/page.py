@@ -234,7 +234,7 @@ def costs(record: Record, model: Transformer) -> list[tuple[str, str, str]]:
     rows, memory = memory_of(record, config)
     kept = memory.weights + memory.gradients + memory.optimizer + memory.average
     speed, peak, mfu = record.tokens_per_s, record.most("speed/peak_memory_gb"), record.last("speed/mfu")
-    on_cpu = "cpu (" in record.device
+    on_cpu = record.device_type == "cpu"
     return [
         ("parameters", f"{numbers:,}", f"{built:,} in the model file"),
         (
@@ -257,17 +257,16 @@ def memory_of(record: Record, config: ModelConfig) -> tuple[int, TrainingMemory]
     of = record.settings.get  # an older run may lack a setting
     accumulate, ranks = of("trainer.accumulate", 1), of("trainer.devices", 1) * of("trainer.nodes", 1)
     rows = -(-of("data.batch_size") // ranks // accumulate)
-    precision = re.search(r"precision ([\w-]+)", record.device)
     return rows, training_memory(
         config,
         rows,
         of("optimizer", "muon"),
         of("trainer.gradient_checkpointing", "none"),
         of("trainer.checkpoint_blocks", 1),
-        precision[1].replace("32-true", "32") if precision else "32",
+        record.precision,
         accumulate > 1,
         of("callbacks.ema", 0) > 0,
-        "cuda (" in record.device,
+        record.device_type == "cuda",
         ranks if of("trainer.strategy") == "fsdp" else 1,
         adapter_parameters(config, of("lora.rank", 0), of("lora.targets", [])),
         of("data.row_length"),

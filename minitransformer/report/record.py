@@ -1,5 +1,6 @@
 """What a run directory says of a run, without its model."""
 
+import re
 import sys
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cached_property
@@ -89,9 +90,20 @@ class Record:
         return tokens / self.seconds if tokens and self.seconds else None
 
     @property
-    def device(self) -> str:
-        """On what it was last started, as `training.run.summary` says it: 2 x cuda (...), precision bf16-mixed."""
-        return str(self.starts[-1].get("device", "")) if self.starts else ""
+    def device_type(self) -> str:
+        """cpu, cuda or mps, on which it was last started; empty where that was not kept."""
+        return self._of_last_start("device_type", r"(cpu|cuda|mps) \(")
+
+    @property
+    def precision(self) -> str:
+        """In which it was last started, such as bf16-mixed; 32 where that was not kept."""
+        return (self._of_last_start("precision", r"precision ([\w-]+)") or "32").replace("32-true", "32")
+
+    def _of_last_start(self, field: str, pattern: str) -> str:
+        """Older versions kept the line that was printed alone: 2 x cuda (NVIDIA H100), precision bf16-mixed, ..."""
+        start = self.starts[-1] if self.starts else {}
+        printed = re.search(pattern, str(start.get("device", "")))
+        return start.get(field, printed[1] if printed else "")
 
     @cached_property
     def changed(self) -> list[tuple[str, Any, Any]]:

@@ -170,6 +170,7 @@ def train(
         loggers, logged = make_loggers(config, run, everything, wandb_settings, console)
         facts = summary(console, config, run, model, data, device, precision, logged["logging"])
         start = {"command": command, "max_steps": config.trainer.max_steps}
+        start |= {"device_type": device.type, "precision": precision}
         add_start(run, step, start | about | logged | facts)
         return loggers
 

@@ -23,6 +23,7 @@ from minitransformer.checkpoint import (
     load,
     read_held_out,
     read_metrics,
+    read_starts,
     save_held_out,
     save_model,
 )
@@ -216,13 +217,17 @@ def test_costs_by_hand(tmp_path, tokenizer):
     ["trainer.precision=bf16-mixed", "data.row_length=32"], ["trainer=fsdp"], ["trainer=ddp", "trainer.devices=2"],
     ["init_from=.", "lora.rank=4"],
 ], ids=" ".join)  # fmt: skip
-def test_memory_is_what_explain_says(tmp_path, settings):
+@pytest.mark.parametrize("older", [False, True])
+def test_memory_is_what_explain_says(tmp_path, settings, older):
     settings = [*settings, "data.batch_size=16", "trainer.device=cpu"]
     path = make_run(tmp_path / "run", settings)
     record = Record.read(path)
     precision, ranks = record.settings["trainer.precision"], record.settings["trainer.devices"]
     used = "32-true" if precision == "auto" else precision
-    record.starts[-1]["device"] = f"{f'{ranks} x ' * (ranks > 1)}cpu (2 threads), precision {used}, torch 2"
+    if older:
+        record.starts[-1]["device"] = f"{f'{ranks} x ' * (ranks > 1)}cpu (2 threads), precision {used}, torch 2"
+    else:
+        record.starts[-1] |= {"device_type": "cpu", "precision": used, "device": "a device"}
     shape = ["model.vocab_size=300", "model.d_model=32", "model.n_layers=2", "model.n_heads=4", "model.max_seq_len=64"]
     asked = OmegaConf.to_object(compose("explain", ["data=stdlib", *settings, *shape]))
     expected, model = explain(asked)["memory"], Transformer(asked.model)
@@ -348,6 +353,7 @@ def test_training_ends_with_a_report_whose_numbers_are_those_of_the_metrics(comm
     assert command_shown.startswith("python ")
     assert "name=" not in command_shown
     assert "model.d_model=32" in command_shown
+    assert [(s["device_type"], s["precision"]) for s in read_starts(run)] == [("cpu", "32-true")]
     # Going on keeps both commands, and the report follows.
     assert command("train", *with_report("resume=auto", "trainer.max_steps=8")).code == 0
     page = browser_page(run / "report.html")
