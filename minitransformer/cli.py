@@ -76,10 +76,10 @@ EXAMPLES = {
   {command} interactive=true                        ask for prompts
   {command} --cfg job                               print the composed config""",
     "lab": """\
-  {command} prompt="time flies"                 from the newest run, to its lab.html
-  {command} checkpoint=runs/NAME layer=1 head=3 another run; what is shown first
-  {command} serve=true                          open it on localhost, and type other prompts
-  {command} example=true out=example.html       the textbook example, without a model""",
+  {command} prompt="time flies"                  from the newest run, to its lab.html
+  {command} checkpoint=runs/NAME layer=1 head=3  another run; what is shown first
+  {command} serve=true                           open it on localhost, and type other prompts
+  {command} example=true out=example.html        the textbook example, without a model""",
     "convert": """\
   {command} from=SmolLM2-135M to=smol     a Hugging Face folder becomes a model of ours
   {command} from=runs/NAME to=exported    and a run one of theirs""",
@@ -121,7 +121,8 @@ def train() -> None:
         # To resume, a run is named by its directory: an earlier `resume` or `name` would contradict it.
         kept = [word for word in typed if not word.startswith(("resume=", "name="))]
         try:
-            return run(config, shlex.join([*_command(), *kept]), sweep_dir, _names(typed))
+            with printing_never_fails():
+                return run(config, shlex.join([*_command(), *kept]), sweep_dir, _names(typed))
         except Interrupted as stopped:
             sys.exit(stopped.code)
 
@@ -234,25 +235,22 @@ def _command() -> list[str]:
 def _main(name: str, job: Callable[[Any, Any, list[str]], Any], words: list[str]) -> None:
     """Run the command `name` on the words after it; mistakes end in a line each and exit code 1."""
     replace_what_cannot_be_shown()
-    with ExitStack() as stack:
-        if name == "train":
-            stack.enter_context(printing_never_fails())
-        try:
-            failures = _run(name, job, words)
-            finish()
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            sys.exit(128 + signal.SIGINT)
-        except Exception as error:
-            failures = [error]
-        for error in failures:
-            if isinstance(error, BrokenPipeError) and name != "train":
-                reader_left()
-            if (line := one_line(error, name, words)) is None:
-                raise error
-            print(f"error: {line}", file=sys.stderr)
-        if failures:
-            sys.exit(1)
+    try:
+        failures = _run(name, job, words)
+        finish()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        failures = [error]
+    for error in failures:
+        if isinstance(error, BrokenPipeError):
+            reader_left()
+        if (line := one_line(error, name, words)) is None:
+            raise error
+        print(f"error: {line}", file=sys.stderr)
+    if failures:
+        sys.exit(1)
 
 
 def _run(name: str, job: Callable[[Any, Any, list[str]], Any], words: list[str]) -> list[Exception]:

@@ -34,6 +34,8 @@ def printing_never_fails() -> Iterator[None]:
 
 
 def _never_failing(stream):
+    if stream is None:  # closed, as `>&-` does
+        return open(os.devnull, "w")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()

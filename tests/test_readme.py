@@ -5,17 +5,17 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from minitransformer import Tokenizer
+from minitransformer.cli import EXAMPLES
 from tests.conftest import ROOT, SMALL, sentences
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
-COMMANDS = [
-    re.sub(r"\s+#.*", "", line) for language, text in BLOCKS if language == "bash" for line in text.splitlines() if line
-]
+COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines() if line]
 RUN = [c for c in COMMANDS if c.startswith("python ")]
 
 
@@ -67,6 +67,31 @@ def test_readme_has_commands():
     assert sum(c.startswith("pip install") for c in COMMANDS) == 2
     known = ("python train.py", "python generate.py", "python -m minitransformer.", "pip install")
     assert all(c.startswith(known) for c in COMMANDS)
+
+
+def words_in_shell(commands: list[str], folder: Path) -> list[list[str]]:
+    """The words of each command, where a pattern that matches no file is an error, as in zsh."""
+    lines = "\n".join(f"printf '%s\\0' {command}; printf '\\n'" for command in commands)
+    result = subprocess.run(["bash", "-O", "failglob", "-c", lines], cwd=folder, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    return [line.split("\0")[:-1] for line in result.stdout.splitlines()]
+
+
+def test_every_command_can_be_pasted_in_any_shell(tmp_path):
+    """In zsh, brackets and stars are patterns outside of quotes, and an interactive line takes no comment."""
+    commands = [c.partition(" && ")[0] for c in COMMANDS]
+    examples = [line for text in EXAMPLES.values() for line in re.findall(r"^  \{command\} (\S.*)$", text, re.M)]
+    commands += [example.partition("  ")[0] for example in examples]
+    assert words_in_shell(commands, tmp_path) == [shlex.split(command, comments=True) for command in commands]
+    assert all("#" not in command for command in commands)
+
+
+def test_no_message_shows_a_list_that_lacks_its_quotes():
+    """A list that a message or comment shows for a setting stands in double quotes, as one word of any shell."""
+    files = [*(ROOT / "minitransformer").rglob("*.py"), *(ROOT / "configs").rglob("*.y*ml")]
+    shown = [(path.name, m) for path in files for m in re.findall(r"(?<!\w)\S?[\w{}]+\.[\w.]+=\[.*", path.read_text())]
+    assert shown
+    assert [found for found in shown if found[1][0] != '"'] == []
 
 
 @pytest.mark.parametrize(
