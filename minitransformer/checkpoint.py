@@ -14,6 +14,8 @@
       report.html          the run in one page
       hugging_face.zip     of a converted model: files of its folder that describe its use, for when it leaves again
 
+When a run goes on from a checkpoint, later ones stand aside as *.later until the run has come as far again.
+
 Both kinds of model file are self-contained, and neither can run code: safetensors holds numbers and strings,
 checkpoints are read with `weights_only=True`.
 """
@@ -21,25 +23,30 @@ checkpoints are read with `weights_only=True`.
 import errno
 import json
 import math
+import operator
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, Any, NamedTuple
 
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from yaml import YAMLError
 
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.transformer import Transformer
 
+CONFIG_FILE = "config.yaml"
 MODEL_FILE = "model.safetensors"
 BEST_FILE = "best.safetensors"
 METRICS_FILE = "metrics.jsonl"
@@ -48,6 +55,7 @@ REPORT_FILE = "report.html"
 STARTS_FILE = "starts.jsonl"
 HELD_OUT_FILE = "held_out.json"
 USE_FILE = "hugging_face.zip"
+OWN = ("name", "resume", "runs_dir")  # settings that say where a run lies, and nothing about its result
 HEADER = "minitransformer"  # the key under which both kinds of file describe the model
 
 
@@ -270,6 +278,33 @@ def checkpoint_path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}.ckpt"
 
 
+def check_run(run: Path) -> None:
+    """Refuse a folder that is no run directory. One that a kill left empty is one.
+
+    Raises:
+        CheckpointError: it has no config.yaml.
+    """
+    if not run.is_dir():
+        raise CheckpointError(f"{run} is a file, not a run directory")
+    if not (run / CONFIG_FILE).is_file() and any(not path.name.endswith(".part") for path in run.iterdir()):
+        raise CheckpointError(f"{run} is not a run directory: it has no {CONFIG_FILE}")
+
+
+def checkpoint_in_place(path: Path) -> Path:
+    """The run directory of a checkpoint that lies in its place there.
+
+    Raises:
+        CheckpointError: it is another file, such as a copy.
+    """
+    run = path.parent.parent
+    if path not in checkpoints(run) or not (run / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"resume={path} is not RUN/checkpoints/step-*.ckpt beside a RUN/{CONFIG_FILE}; "
+            f"resume=RUN goes on with a run, and init_from={path} starts another with these weights"
+        )
+    return run
+
+
 def newest_readable(run: Path, say: Callable[[str], None]) -> tuple[Path, dict] | None:
     """The newest checkpoint that can be read, passing over broken ones with a word; None where there is none.
 
@@ -285,6 +320,38 @@ def newest_readable(run: Path, say: Callable[[str], None]) -> tuple[Path, dict] 
     if found:
         raise CheckpointError(f"{run / 'checkpoints'} holds no checkpoint that can be read")
     return None
+
+
+# The config ------------------------------------------------------------------------------------------------------
+
+
+def save_config(run: Path, config: dict[str, Any]) -> None:
+    with atomic_write(run / CONFIG_FILE) as file:
+        file.write(OmegaConf.to_yaml(config).encode())
+
+
+def read_settings(run: Path) -> dict[str, Any]:
+    """Dotted names and values of the settings in a run's config.yaml.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        settings = OmegaConf.to_container(OmegaConf.load(run / CONFIG_FILE))
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{run / CONFIG_FILE} cannot be read: {str(error).splitlines()[0]}") from None
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{run / CONFIG_FILE} holds no settings")
+    return flat(settings)
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names and values of all settings."""
+    found = {}
+    for name, value in config.items():
+        inside = isinstance(value, dict) and value
+        found |= flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
+    return found
 
 
 # What was logged -------------------------------------------------------------------------------------------------
@@ -338,16 +405,22 @@ def _objects(path: Path) -> list[dict]:
         if line.endswith(b"\n"):
             try:
                 found.append(json.loads(line))
-                found[-1]["step"]
+                operator.index(found[-1]["step"])
             except (ValueError, TypeError, KeyError):
                 raise CheckpointError(f"{path} is damaged: line {number + 1} is no object with a step") from None
     return found
 
 
 def add_sample(run: Path, step: int, text: str) -> None:
-    """Append a sample, indented so that no text can be taken for the line that names the step."""
-    with open(run / SAMPLES_FILE, "a", encoding="utf-8", newline="\n") as file:
-        file.write(f"--- step {step} ---\n    " + text.replace("\n", "\n    ") + "\n")
+    """Append a sample, indented so that no text can be taken for the line that names the step.
+
+    It appears whole or not at all: a run that goes on asks whether the step has its sample.
+    """
+    path = run / SAMPLES_FILE
+    before = path.read_bytes() if path.exists() else b""
+    indented = text.replace("\n", "\n    ")
+    with atomic_write(path) as file:
+        file.write(before + f"--- step {step} ---\n    {indented}\n".encode())
 
 
 def read_samples(run: Path) -> list[tuple[int, str]]:
@@ -375,42 +448,6 @@ def _attention(run: Path) -> list[Path]:
 
 def _attention_path(run: Path, step: int) -> Path:
     return run / "attention" / f"step-{step:08d}.png"
-
-
-def rewind(run: Path, step: int) -> None:
-    """Cut off what was logged after `step`, half a line that a kill left included: the run goes on from there.
-
-    Later checkpoints are renamed, so that `resume=auto` does not go back to what was given up: before the logs are
-    cut, as a kill in between would leave a checkpoint that is later than they are.
-    """
-    for path in checkpoints(run):
-        if path > checkpoint_path(run, step):
-            path.replace(f"{path}.later")
-    step_of_file = {METRICS_FILE: _step_of_line, STARTS_FILE: _step_of_line, SAMPLES_FILE: _step_of_sample}
-    for name, step_of in step_of_file.items():
-        if not (run / name).exists():
-            continue
-        kept = 0
-        with open(run / name, "rb") as file:
-            for line in file:
-                if step_of(line) > step:
-                    break
-                kept += len(line)
-        os.truncate(run / name, kept)
-    for path in _attention(run):
-        if path > _attention_path(run, step):
-            path.unlink()
-
-
-def _step_of_line(line: bytes) -> float:
-    return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
-
-
-def _step_of_sample(line: bytes) -> float:
-    if line.startswith(b"    "):
-        return 0  # text belongs to the step named before
-    found = re.fullmatch(rb"--- step (\d+) ---\n", line)
-    return int(found[1]) if found else math.inf
 
 
 # What the report needs beside that -------------------------------------------------------------------------------
@@ -442,6 +479,94 @@ def read_held_out(run: Path) -> list[tuple[str, str]]:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
+# Going on from an earlier step -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """What a run has that is later than the step from which it is to go on: found first, taken away by `apply`.
+
+    sizes: bytes of each log up to that step, without half a line that a kill left. aside: later checkpoints, and the
+    best weights if they are later. pictures: later ones. leftovers: of files that a kill left half-written.
+    """
+
+    run: Path
+    step: int
+    sizes: dict[Path, int]
+    aside: list[Path]
+    pictures: list[Path]
+    leftovers: list[Path]
+
+    @classmethod
+    def find(cls, run: Path, step: int) -> "Rewind":
+        """Raises CheckpointError when a log is damaged."""
+        read_starts(run)
+        best = best_validation(read_metrics(run))
+        step_of = {METRICS_FILE: _step_of_line, STARTS_FILE: _step_of_line, SAMPLES_FILE: _step_of_sample}
+        sizes = {run / name: _size_until(step, run / name, of) for name, of in step_of.items() if (run / name).exists()}
+        aside = [path for path in checkpoints(run) if path > checkpoint_path(run, step)]
+        if best is not None and best.step > step and (run / BEST_FILE).exists():
+            aside.append(run / BEST_FILE)
+        pictures = [path for path in _attention(run) if path > _attention_path(run, step)]
+        leftovers = [path for inside in (".", "checkpoints", "attention") for path in (run / inside).glob(".*.part")]
+        return cls(run, step, sizes, aside, pictures, leftovers)
+
+    def apply(self) -> None:
+        # The logs come last: a kill before that leaves no checkpoint that is later than they are.
+        for path in self.aside:
+            path.replace(_aside(path))
+        if not (self.run / BEST_FILE).exists():
+            self._restore_best()
+        for path in (*self.pictures, *self.leftovers):
+            path.unlink()
+        for path, size in self.sizes.items():
+            os.truncate(path, size)
+
+    def _restore_best(self) -> None:
+        """Take the best weights until now from their step's checkpoint, if that is still there and holds them."""
+        best = best_validation([moment for moment in read_metrics(self.run) if moment["step"] <= self.step])
+        if best is not None and (path := checkpoint_path(self.run, best.step)).exists():
+            with suppress(CheckpointError):  # it holds adapters alone
+                save_model(self.run / BEST_FILE, *read_model(path))
+
+
+def forget_later(run: Path, step: int) -> None:
+    """Remove what `Rewind` set aside, as far as the run has come again."""
+    later = list((run / "checkpoints").glob("step-*.ckpt.later"))
+    passed = [path for path in later if path <= _aside(checkpoint_path(run, step))]
+    for path in passed:
+        path.unlink()
+    if passed == later:
+        _aside(run / BEST_FILE).unlink(missing_ok=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.later")
+
+
+def _size_until(step: int, path: Path, step_of: Callable[[bytes], float]) -> int:
+    """Bytes of the lines before the first one that is later."""
+    size = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if step_of(line) > step:
+                break
+            size += len(line)
+    return size
+
+
+def _step_of_line(line: bytes) -> float:
+    return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+
+
+def _step_of_sample(line: bytes) -> float:
+    found = re.fullmatch(rb"--- step (\d+) ---\n", line)
+    if found:
+        return int(found[1])
+    # Other lines are text of the step named before; half a line may have been about to name a step.
+    return 0 if line.startswith(b"    ") or line.endswith(b"\n") else math.inf
+
+
 # Runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -463,8 +588,9 @@ def point_latest(run: Path, runs_dir: Path) -> None:
     try:
         beside.symlink_to(os.path.relpath(run, runs_dir), target_is_directory=True)
         os.replace(beside, link)
-    except OSError:  # a file system without links: `latest_run` looks at times instead
-        beside.unlink(missing_ok=True)
+    except OSError:  # no links here, or a folder has that name: `latest_run` looks at times instead
+        with suppress(OSError):
+            beside.unlink()
 
 
 def latest_run(runs_dir: Path) -> Path:
@@ -474,9 +600,9 @@ def latest_run(runs_dir: Path) -> Path:
         CheckpointError: there is none.
     """
     link = runs_dir / "latest"
-    if link.is_dir():
+    if link.is_symlink() and link.is_dir():
         return runs_dir / os.readlink(link)
-    runs = [path.parent for path in runs_dir.glob("**/config.yaml")]
+    runs = [path.parent for path in runs_dir.glob(f"**/{CONFIG_FILE}")]
     if not runs:
         raise CheckpointError(f"no run in {runs_dir.absolute()}; train one first: python train.py")
-    return max(runs, key=lambda path: path.stat().st_mtime)
+    return max(runs, key=lambda run: (run / CONFIG_FILE).stat().st_mtime)

@@ -276,9 +276,7 @@ def _run(name: str, job: Callable[[Any, Any, list[str]], Any], words: list[str])
     shown = arguments.cfg == "job" and not arguments.multirun  # shown as it will be when the job has it
     if shown:
         arguments.cfg, arguments.resolve, resolve = None, False, arguments.resolve
-    OmegaConf.register_new_resolver(
-        "run_name", lambda given: given or training.time_name(), use_cache=True, replace=True
-    )
+    OmegaConf.register_new_resolver("run_name", training.run_name, use_cache=True, replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of being printed by Hydra
     failures: list[Exception] = []
 

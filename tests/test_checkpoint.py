@@ -13,6 +13,7 @@ from minitransformer.checkpoint import (
     METRICS_FILE,
     SAMPLES_FILE,
     CheckpointError,
+    Rewind,
     add_metrics,
     add_sample,
     add_start,
@@ -26,7 +27,6 @@ from minitransformer.checkpoint import (
     read_metrics,
     read_samples,
     read_starts,
-    rewind,
     save_held_out,
     save_model,
 )
@@ -192,7 +192,7 @@ def test_starts_and_held_out_text_are_read_back(tmp_path):
     for step, command in ((0, "a"), (4, "b"), (4, "c 'ä'"), (6, "d")):
         add_start(tmp_path, step, {"command": command})
     assert [(start["step"], start["command"]) for start in read_starts(tmp_path)] == [(0, "a"), (4, "c 'ä'"), (6, "d")]
-    rewind(tmp_path, 5)
+    Rewind.find(tmp_path, 5).apply()
     assert [start["step"] for start in read_starts(tmp_path)] == [0, 4]
     documents = [("", "a\r\n\x00🦉\u2028"), ("Q: é", "")]
     save_held_out(tmp_path, documents)
@@ -225,5 +225,5 @@ def test_rewinding_cuts_what_was_logged_later_wherever_a_kill_left_it(tmp_path):
         for name, content, size in zip((METRICS_FILE, SAMPLES_FILE), whole, kept, strict=True):
             for end in range(size, len(content) + 1):
                 (tmp_path / name).write_bytes(content[:end])
-                rewind(tmp_path, step)
+                Rewind.find(tmp_path, step).apply()
                 assert (tmp_path / name).read_bytes() == content[:size]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import minitransformer
 from minitransformer.checkpoint import (
+    OWN,
     REPORT_FILE,
     CheckpointError,
     best_validation,
@@ -35,7 +36,7 @@ from minitransformer.model.cost import (
 from minitransformer.model.transformer import Transformer
 from minitransformer.report.charts import Chart, Line, attention_map, chart
 from minitransformer.report.reading import Map, Piece, attention, read
-from minitransformer.report.record import OWN, Record, read_all
+from minitransformer.report.record import Record, read_all
 from minitransformer.words import duration, short
 
 SAMPLES = 8  # that are shown of a run, evenly over its steps

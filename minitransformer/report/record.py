@@ -9,15 +9,20 @@ from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from minitransformer.checkpoint import METRICS_FILE, CheckpointError, read_metrics, read_samples, read_starts
+from minitransformer.checkpoint import (
+    METRICS_FILE,
+    OWN,
+    CheckpointError,
+    flat,
+    read_metrics,
+    read_samples,
+    read_settings,
+    read_starts,
+)
 from minitransformer.cli import SCHEMAS, compose
 from minitransformer.model.checks import Choice
 from minitransformer.training.config import GROUPS
-
-OWN = ("name", "resume", "runs_dir")  # settings that say nothing about the result
 
 
 @dataclass
@@ -41,10 +46,7 @@ class Record:
         if not (run / "config.yaml").is_file():
             why = "it has no config.yaml" if run.is_dir() else "it is a file"
             raise CheckpointError(f"runs={run} is not a run: {why}")
-        try:
-            settings = flat(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")))
-        except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{run / 'config.yaml'} cannot be read: {str(error).splitlines()[0]}") from None
+        settings = read_settings(run)
         starts = read_starts(run)
         settings = chosen(settings, starts) | settings
         moments: dict[int, dict[str, float]] = {}  # training and validation log the same step apart
@@ -162,12 +164,3 @@ def default_of(setting: Field) -> Any:
     """As a config file would hold it."""
     made = setting.default_factory() if setting.default is MISSING else setting.default
     return list(made) if isinstance(made, tuple) else made
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names and values of all settings."""
-    found = {}
-    for name, value in config.items():
-        inside = isinstance(value, dict) and value
-        found |= flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
-    return found

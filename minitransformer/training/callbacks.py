@@ -3,7 +3,8 @@
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from minitransformer.checkpoint import (
     best_validation,
     checkpoint_path,
     checkpoints,
+    forget_later,
     read_metrics,
     read_samples,
     save_model,
@@ -57,9 +59,20 @@ class DivergedError(ValueError):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoints that appear whole or not at all."""
+    """Checkpoints that appear whole or not at all.
+
+    loaded: the checkpoint to go on from, which has been read to be checked and is handed on, not read again.
+    """
 
     before: Callable[[dict], None]  # is given what is about to be written
+
+    def __init__(self, loaded: dict | None):
+        self.loaded = loaded
+
+    def load_checkpoint(self, path: str | Path, map_location=None, weights_only: bool | None = None) -> dict:
+        loaded, self.loaded = self.loaded, None  # held no longer than it is needed
+        assert loaded is not None
+        return loaded
 
     def save_checkpoint(self, checkpoint: dict, path: str | Path, storage_options=None) -> None:
         self.before(checkpoint)
@@ -68,21 +81,39 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class RunDirectory(pl.Callback):
-    """Before anything else happens, one rank makes the run directory and its loggers, and tells the others where it is.
+    """Where the run lies, from the moment at which it begins: when Lightning has restored all that it goes on from.
+
+    Whatever is refused before then has touched nothing. One rank makes the directory and its loggers and tells the
+    others where it is.
 
     make: gives the directory. begin: (run) -> the loggers, once the directory is there.
     """
 
     def __init__(self, make: Callable[[], Path], begin: Callable[[Path], list[Logger]]):
-        self.make, self.begin = make, begin
-        self.path: Path | None = None
+        self._make, self._begin = make, begin
+        self._path: Path | None = None
 
-    def setup(self, trainer: pl.Trainer, module: LanguageModel, stage: str) -> None:
-        if self.path is not None:
+    @property
+    def begun(self) -> bool:
+        return self._path is not None
+
+    @property
+    def path(self) -> Path:
+        assert self._path is not None, "the run has not begun"
+        return self._path
+
+    def _begin_once(self, trainer: pl.Trainer) -> None:
+        if self.begun:
             return
-        path = self.make() if trainer.is_global_zero else None
-        self.path = trainer.strategy.broadcast(path)
-        trainer.loggers = self.begin(self.path) if trainer.is_global_zero else []
+        path = self._make() if trainer.is_global_zero else None
+        self._path = trainer.strategy.broadcast(path)
+        trainer.loggers = self._begin(self.path) if trainer.is_global_zero else []
+
+    def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        self._begin_once(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        self._begin_once(trainer)  # a run that lacked only its last validation
 
 
 class MovingAverage(EMAWeightAveraging):
@@ -97,19 +128,110 @@ class MovingAverage(EMAWeightAveraging):
     def on_train_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         """Lightning puts the average in place of the weights here, and the run could not be extended."""
 
+    @contextmanager
+    def in_place(self, trainer: pl.Trainer, module: LanguageModel) -> Iterator[None]:
+        """Let the model be the average."""
+        super().on_validation_epoch_start(trainer, module)
+        try:
+            yield
+        finally:
+            super().on_validation_epoch_end(trainer, module)
+
+
+class Sampler:
+    """Show and keep text from the model as it improves, after a prompt of one's own or the start of held-out text.
+
+    A picture of its attention over the first held-out tokens is kept beside, where attention has weights (softmax).
+    With a moving average, both are the average's.
+    """
+
+    def __init__(
+        self, config: TrainConfig, console: Console, model: Transformer, data: TextData, average: MovingAverage | None
+    ):
+        self.config, self.console, self.average = config.callbacks, console, average
+        prompts = (self.config.sample_prompt, data.config.sample_prompt)
+        held_out = data.held_out_text(min(HELD_OUT_TOKENS, data.row_length // 4))
+        self.prompt = next((prompt for prompt in prompts if prompt is not None), held_out)
+        try:
+            room = fitting(model, len(data.tokenizer.encode_document(self.prompt)), None)
+        except ValueError as error:
+            raise ValueError(f"callbacks.sample_prompt: {error}") from None
+        self.n_new = min(self.config.sample_tokens, room)
+        tokenizer, length = data.tokenizer, min(PICTURED_TOKENS, data.row_length)
+        self.pictured = tokenizer.encode_document(data.held_out_text(length))[:length]
+
+    def due(self, step: int) -> bool:
+        every = self.config.sample_every
+        return step > 0 and every > 0 and step % every == 0
+
+    def show(self, trainer: pl.Trainer, module: LanguageModel, run: Path) -> None:
+        """Show and keep a sample and a picture of this step, unless they are in `run` already."""
+        step = trainer.global_step
+        if not self.config.sample_every or trainer.strategy.broadcast(step in dict(read_samples(run))):
+            return
+        average = nullcontext() if self.average is None else self.average.in_place(trainer, module)
+        was_training = module.model.training
+        with module.paused(), average:
+            model = self.whole_model(trainer, module)
+            if trainer.is_global_zero:
+                self.try_sample(model.eval(), module.tokenizer, step, trainer.loggers)
+        module.model.train(was_training)
+
+    def whole_model(self, trainer: pl.Trainer, module: LanguageModel) -> Transformer:
+        """The model; under fsdp a copy for rank 0: ranks that read together would hang where their texts differ in
+        length."""
+        if module.settings.strategy != "fsdp":
+            return module.model
+        state = trainer.strategy.lightning_module_state_dict()
+        if not trainer.is_global_zero:
+            return module.model
+        model = Transformer(module.model.config).to(module.device)
+        model.load_state_dict(module.plain_weights(state))
+        return model
+
+    def try_sample(self, model: Transformer, tokenizer: Tokenizer, step: int, loggers: list[Logger]) -> None:
+        """A sample is not worth a run: what fails is said, and training goes on."""
+        try:
+            text, png = self.sample(model, tokenizer), self.picture(model)
+            for logger in loggers:
+                if png is not None:
+                    logger.log_attention(png, step)
+                logger.log_sample(text, step)  # the last, as its being there stands for both
+            self.console.print(Text(f"sample after step {step}", style="bold"))
+            edge = "|" if self.console.options.ascii_only else "│"
+            lines = (f"  {edge} {printable(line)}" for line in text.split("\n"))
+            self.console.print(Text("\n".join(lines), style="cyan"))
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            self.console.print(f"no sample after step {step}, training goes on ({why})")
+
+    def sample(self, model: Transformer, tokenizer: Tokenizer) -> str:
+        new = stream(model, tokenizer, self.prompt, self.n_new, temperature=self.config.sample_temperature, seed=0)
+        return self.prompt + "".join(new)
+
+    @torch.no_grad()
+    def picture(self, model: Transformer) -> bytes | None:
+        if model.config.attention.kind != "softmax":
+            return None
+        tokens = torch.tensor([self.pictured], device=model.embedding.weight.device)
+        with torch.compiler.set_stance("force_eager"):
+            _, weights = model(tokens, return_attention=True)
+        return attention_picture(weights)
+
 
 class Checkpointer(pl.Callback):
     """Save the whole state and the model every few steps, at the end, and when the run has to stop.
 
-    It saves when the next step is about to begin: all that belongs to the step before, validation included, is then
-    done, and Lightning's counters agree with the optimizer's. The weights with the lowest validation loss are kept
-    apart. It stops at SIGINT, SIGTERM and SIGUSR1, when time is up, and when too many steps in a row were not finite.
+    It saves when the next step is about to begin: validation after the step before is then done, and Lightning's
+    counters agree with the optimizer's. The weights with the lowest validation loss are kept apart. It stops at SIGINT,
+    SIGTERM and SIGUSR1, when time is up, and when too many steps in a row were not finite.
 
-    The last validation comes after the last save, and is made up for when a run that lacks it is resumed.
+    A sample comes after the save of its step, so whatever fails there costs no steps. So does the last validation. A
+    run that was stopped in between has them made when it goes on.
     """
 
-    def __init__(self, directory: RunDirectory, config: TrainConfig, console: Console):
-        self.directory, self.console, self.config = directory, console, config.callbacks
+    def __init__(self, directory: RunDirectory, config: TrainConfig, console: Console, sampler: Sampler):
+        self.directory, self.console, self.config, self.sampler = directory, console, config.callbacks, sampler
         self.deadline, self.max_skipped = time.monotonic() + config.trainer.seconds, config.trainer.max_skipped
         self.saved_step, self.best = -1, float("inf")
         self.signum: int | None = None
@@ -117,7 +239,6 @@ class Checkpointer(pl.Callback):
 
     @property
     def run(self) -> Path:
-        assert self.directory.path is not None
         return self.directory.path
 
     def _stop(self, signum: int, frame) -> None:
@@ -130,17 +251,20 @@ class Checkpointer(pl.Callback):
             signal.signal(number, handler)
 
     def setup(self, trainer: pl.Trainer, module: LanguageModel, stage: str) -> None:
-        losses = (moment.get("val/loss") for moment in read_metrics(self.run))
-        best = min((loss for loss in losses if loss is not None), default=float("inf"))
-        self.best = trainer.strategy.broadcast(best)
         # The model first, so that a kill cannot leave an older one beside a last checkpoint. A moving average has put
         # itself in the place of the weights by then.
         trainer.strategy.checkpoint_io.before = lambda state: self._save_model(MODEL_FILE, module, state["state_dict"])
 
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.saved_step = trainer.global_step  # 0, or what was resumed: nothing new to save yet
+        self.best = self._best_before(trainer)
         # Here and not in `setup`: Lightning puts its own handler for SIGTERM in between, which exits with 0.
         self._before = {number: signal.signal(number, self._stop) for number in STOPS}
+
+    def _best_before(self, trainer: pl.Trainer) -> float:
+        """The loss of the weights that were kept as the best; infinite without any."""
+        best = best_validation(read_metrics(self.run)) if (self.run / BEST_FILE).exists() else None
+        return trainer.strategy.broadcast(math.inf if best is None else best.loss)
 
     def on_exception(self, trainer: pl.Trainer, module: LanguageModel, exception: BaseException) -> None:
         self._restore_handlers()
@@ -161,12 +285,15 @@ class Checkpointer(pl.Callback):
         if stop:
             number = self.signum or signal.SIGTERM
             raise Interrupted(signal.Signals(number).name, trainer.global_step, 128 + number)
+        if self.sampler.due(trainer.global_step):
+            self.sampler.show(trainer, module, self.run)
 
     def on_train_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         self.save(trainer, module)
-        self._restore_handlers()
         if module.skipped_in_row:
             self._diverged(module, trainer.global_step)
+        self.sampler.show(trainer, module, self.run)
+        self._restore_handlers()
 
     def _diverged(self, module: LanguageModel, step: int) -> None:
         good = [p for p in checkpoints(self.run) if p <= checkpoint_path(self.run, step - module.skipped_in_row)]
@@ -192,6 +319,7 @@ class Checkpointer(pl.Callback):
             if trainer.is_global_zero:
                 for old in checkpoints(self.run)[: -self.config.keep_checkpoints]:
                     old.unlink()
+                forget_later(self.run, step)
         self.saved_step = step
 
     def _save_model(self, name: str, module: LanguageModel, state: dict[str, torch.Tensor]) -> None:
@@ -199,7 +327,9 @@ class Checkpointer(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         if alone(trainer):
+            self.best = self._best_before(trainer)
             self.save(trainer, module)  # the model file may be of another step, or missing
+            self.sampler.show(trainer, module, self.run)
 
     # Comes before the moving average gives its place in the model back.
     def on_validation_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
@@ -214,77 +344,6 @@ class Checkpointer(pl.Callback):
 def alone(trainer: pl.Trainer) -> bool:
     """Is this the last validation, apart from training?"""
     return trainer.state.fn == TrainerFn.VALIDATING
-
-
-class Sampler(pl.Callback):
-    """Show and keep text from the model as it improves, after a prompt of one's own or the start of held-out text.
-
-    A picture of its attention over the first held-out tokens is kept beside, where attention has weights (softmax).
-    """
-
-    def __init__(
-        self, directory: RunDirectory, config: TrainConfig, console: Console, model: Transformer, data: TextData
-    ):
-        self.directory, self.config, self.console = directory, config.callbacks, console
-        prompts = (self.config.sample_prompt, data.config.sample_prompt)
-        held_out = data.held_out_text(min(HELD_OUT_TOKENS, data.row_length // 4))
-        self.prompt = next((prompt for prompt in prompts if prompt is not None), held_out)
-        try:
-            room = fitting(model, len(data.tokenizer.encode_document(self.prompt)), None)
-        except ValueError as error:
-            raise ValueError(f"callbacks.sample_prompt: {error}") from None
-        self.n_new = min(self.config.sample_tokens, room)
-        tokenizer, length = data.tokenizer, min(PICTURED_TOKENS, data.row_length)
-        self.pictured = tokenizer.encode_document(data.held_out_text(length))[:length]
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, outputs, batch, batch_idx: int) -> None:
-        step = trainer.global_step
-        if step % self.config.sample_every == 0 or step == trainer.max_steps:
-            with module.paused():
-                module.model.eval()
-                self.show(trainer, module, step)
-                module.model.train()
-
-    def on_validation_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:
-        """A run that made its last step, or was stopped there, before it was asked for a sample."""
-        step = trainer.global_step
-        if alone(trainer) and trainer.strategy.broadcast(step not in dict(read_samples(self.directory.path))):
-            self.show(trainer, module, step)
-
-    def show(self, trainer: pl.Trainer, module: LanguageModel, step: int) -> None:
-        model = module.model
-        if module.settings.strategy == "fsdp":
-            # A whole copy for rank 0: ranks that read together would hang where their texts differ in length.
-            state = trainer.strategy.lightning_module_state_dict()
-            if trainer.is_global_zero:
-                model = Transformer(model.config).to(module.device).eval()
-                model.load_state_dict(module.plain_weights(state))
-        if not trainer.is_global_zero:
-            return
-        text, png = self.sample(model, module.tokenizer, step), self.picture(model)
-        for logger in trainer.loggers:
-            logger.log_sample(text, step)
-            if png is not None:
-                logger.log_attention(png, step)
-
-    def sample(self, model: Transformer, tokenizer: Tokenizer, step: int) -> str:
-        sampling = dict(temperature=self.config.sample_temperature, seed=0)
-        text = "".join(stream(model, tokenizer, self.prompt, self.n_new, **sampling))
-        text = self.prompt + text
-        self.console.print(Text(f"sample after step {step}", style="bold"))
-        edge = "|" if self.console.options.ascii_only else "│"
-        lines = (f"  {edge} {printable(line)}" for line in text.split("\n"))
-        self.console.print(Text("\n".join(lines), style="cyan"))
-        return text
-
-    @torch.no_grad()
-    def picture(self, model: Transformer) -> bytes | None:
-        if model.config.attention.kind != "softmax":
-            return None
-        tokens = torch.tensor([self.pictured], device=model.embedding.weight.device)
-        with torch.compiler.set_stance("force_eager"):
-            _, weights = model(tokens, return_attention=True)
-        return attention_picture(weights)
 
 
 class RateFinder(pl.Callback):
@@ -326,7 +385,6 @@ class Profiler(pl.Callback):
         self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self.show, acc_events=True)
 
     def show(self, profiler: torch.profiler.profile) -> None:
-        assert self.directory.path is not None
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.console.print(profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=15))
         path = self.directory.path / "trace.json"

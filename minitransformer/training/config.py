@@ -1,10 +1,12 @@
 """Settings of training: optimizer, schedule, trainer, logging, callbacks; and the whole config of train.py."""
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from minitransformer.data.config import PretrainedConfig
@@ -340,9 +342,24 @@ class LoRAConfig:
         return self.alpha / self.rank
 
 
-def time_name() -> str:
-    """The name of a run that was given none."""
-    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+def check_name(name: str) -> None:
+    """Raise ValueError when `name` cannot be that of a run: its directory must lie in `runs_dir`, where `latest` is
+    the link to the newest run."""
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts:
+        raise ValueError(f"name={name} is no name inside runs_dir; another place is set by runs_dir=PLACE")
+    if parts[0].lower() == "latest":
+        raise ValueError(f"name={name}: runs_dir/latest is a link to the newest run; give another name")
+    if max(map(len, map(os.fsencode, parts))) > 200:  # of 255 that file systems take, with a number behind it
+        raise ValueError(f"name={name[:20]}... is longer than 200 bytes; give a shorter one")
+
+
+def run_name(given: str | None) -> str:
+    """The name of a run: the time of its start if none was given. Raises ValueError as `check_name` does."""
+    if given is None:
+        return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    check_name(given)
+    return given
 
 
 GROUPS = ("data", "tokenizer", "optimizer", "schedule", "logger")  # whose choices have settings of their own
@@ -376,6 +393,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
+        if self.name is not None:
+            check_name(self.name)
         for name in GROUPS:
             if getattr(self, name) is None:
                 raise ValueError(f"{name} is not chosen; see --help for the choices")

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -32,14 +33,19 @@ from minitransformer.checkpoint import (
     HEADER,
     METRICS_FILE,
     MODEL_FILE,
+    OWN,
     REPORT_FILE,
     SAMPLES_FILE,
     CheckpointError,
+    Rewind,
     add_start,
     atomic_write,
     best_validation,
+    check_run,
+    checkpoint_in_place,
     checkpoint_path,
     describe,
+    flat,
     keep_use,
     latest_run,
     load,
@@ -48,7 +54,8 @@ from minitransformer.checkpoint import (
     point_latest,
     read_checkpoint,
     read_metrics,
-    rewind,
+    read_settings,
+    save_config,
     save_held_out,
     validated,
 )
@@ -71,12 +78,13 @@ from minitransformer.training.callbacks import (
     Sampler,
     ValidationWatch,
 )
-from minitransformer.training.config import LoRAConfig, RangeConfig, TrainConfig, inherit, time_name
+from minitransformer.training.config import LoRAConfig, RangeConfig, TrainConfig, inherit, run_name
 from minitransformer.training.console import make_console
 from minitransformer.training.logging import RunLogger, check_wandb, make_loggers, resolved
 from minitransformer.training.lora import add_adapters, fingerprint
 from minitransformer.training.module import LanguageModel
 from minitransformer.training.optimizers import check_resumable, make_optimizer
+from minitransformer.training.schedules import rate
 
 REPORTED_TOKENS = 1024  # of held-out text, kept for the report
 
@@ -88,6 +96,9 @@ def train(
     given: Sequence[str] = (),
 ) -> float | None:
     """Train as `config` says and return the final validation loss in nats per token.
+
+    A run to go on with is read and checked, here and by Lightning while it restores. Then it begins: until that moment
+    nothing is written.
 
     Every process of a run on several devices comes through here; the first speaks and writes.
 
@@ -110,7 +121,8 @@ def train(
     precision = choose_precision(config.trainer.precision, device)
     _check_device(config, device)
     wandb_settings = check_wandb(config, given)
-    run, saved = _resume(config, console)
+    run, checkpoint, saved = _resume(config, console)
+    _check_writable(run or Path(config.runs_dir))
     base, tokenizer = None, config.tokenizer
     if config.init_from is not None:
         if not Path(config.init_from).exists():
@@ -133,7 +145,7 @@ def train(
         del base
     if config.lora.rank:
         add_adapters(model, config.lora)
-    checkpoint, step = None, 0
+    step, changed = 0, {}
     if saved is not None:
         _check_same(saved, describe(model_config, data.tokenizer), run)
         _check_adapters(saved, config, model, run)
@@ -142,9 +154,8 @@ def train(
         if step > config.trainer.max_steps or (step == config.trainer.max_steps and validated(run, step)):
             console.print(f"{run} is already trained: {step} of trainer.max_steps={config.trainer.max_steps} steps")
             return None
-        console.print(f"resuming {run} after step {step}")
-        checkpoint = saved["path"]
-        del saved  # Lightning reads the file again; two copies of all weights need not be held
+        changed = changed_settings(run, config)
+    rewind = None if run is None else Rewind.find(run, step)
 
     n_rows = None if data.steps is None else data.steps.n_rows
     module = LanguageModel(model, data.tokenizer, config, data.validation.n_bytes, n_rows)
@@ -156,14 +167,17 @@ def train(
 
     def begin(run: Path) -> list[RunLogger]:
         if checkpoint is None:
-            with atomic_write(run / "config.yaml") as file:
-                file.write(OmegaConf.to_yaml(asdict(config)).encode())
+            save_config(run, asdict(config))
             with atomic_write(run / "tokenizer.json") as file:
                 file.write(data.tokenizer.to_json().encode())
             if config.init_from is not None:
                 keep_use(Path(config.init_from), run)
             save_held_out(run, data.held_out(REPORTED_TOKENS))
-        rewind(run, step)
+        else:
+            console.print(f"resuming {run} after step {step}")
+            say_changed(console, changed, run, step, config, module.skipped)
+        if rewind is not None:
+            rewind.apply()
         point_latest(run, Path(config.runs_dir))
         about = {"code": code_version(), "fingerprints": data.fingerprints, "parameters": parameter_count(model_config)}
         everything = resolved(config, model_config, row_length) | about
@@ -171,10 +185,18 @@ def train(
         facts = summary(console, config, run, model, data, device, precision, logged["logging"])
         start = {"command": command, "max_steps": config.trainer.max_steps}
         start |= {"device_type": device.type, "precision": precision}
+        if changed:
+            start["changed"] = changed
         add_start(run, step, start | about | logged | facts)
+        if changed:
+            own = {name: value for name, value in read_settings(run).items() if name in OWN}
+            save_config(run, asdict(config) | own)
         return loggers
 
-    directory = RunDirectory(lambda: run or _new_directory(config, sweep_dir), begin)
+    directory = RunDirectory(lambda: run or _new_directory(config, sweep_dir, command, console), begin)
+    # Under fsdp every rank reads its own part of the file.
+    checkpoint_io = AtomicCheckpointIO(None if config.trainer.strategy == "fsdp" else saved)
+    del saved  # Lightning lets go of it when all is restored
     trainer = pl.Trainer(
         accelerator="gpu" if device.type == "cuda" else device.type,
         devices=config.trainer.devices,
@@ -189,7 +211,7 @@ def train(
         num_sanity_val_steps=-1 if config.init_from is not None and checkpoint is None else 0,
         logger=False,
         callbacks=make_callbacks(directory, config, console, model, data),
-        plugins=[AtomicCheckpointIO(), *_environment()],
+        plugins=[checkpoint_io, *_environment()],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -198,30 +220,30 @@ def train(
     )
     start, code = time.perf_counter(), 1
     try:
-        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-        if step == config.trainer.max_steps or config.trainer.max_steps % config.trainer.val_every:
-            trainer.validate(module, data, verbose=False)
-        if not math.isfinite(loss := module.metrics["val/loss"]):
-            last = checkpoint_path(directory.path, config.trainer.max_steps)
-            raise DivergedError(f"the validation loss is {loss}; the state is in {last}; try a lower optimizer.lr")
-        report(config, directory.path, console)
-        for logger in trainer.loggers:  # they take what lies in the run directory by now
-            logger.log_results()
-        code = 0
-    except Interrupted as stopped:
-        code = stopped.code
-        console.print(f"\n{stopped}; everything is in {directory.path}")
-        console.print(f"go on with: {command} resume={shlex.quote(str(directory.path))}", style="bold")
-        report(config, directory.path, console)
+        try:
+            trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+            if step == config.trainer.max_steps or config.trainer.max_steps % config.trainer.val_every:
+                trainer.validate(module, data, verbose=False)
+            if not math.isfinite(loss := module.metrics["val/loss"]):
+                last = checkpoint_path(directory.path, config.trainer.max_steps)
+                raise DivergedError(f"the validation loss is {loss}; the state is in {last}; try a lower optimizer.lr")
+            report(config, directory.path, console)
+            for logger in trainer.loggers:  # they take what lies in the run directory by now
+                logger.log_results()
+            code = 0
+        except Interrupted as stopped:
+            code = stopped.code
+            console.print(f"\n{stopped}; everything is in {directory.path}")
+            console.print(f"go on with: {command} resume={shlex.quote(str(directory.path))}", style="bold")
+            raise
+        finally:
+            for logger in trainer.loggers:
+                logger.close(code)
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    except (Interrupted, DivergedError):
+        report(config, directory.path, console)  # the last, as who stopped the run may not wait for it
         raise
-    except DivergedError:
-        report(config, directory.path, console)
-        raise
-    finally:
-        for logger in trainer.loggers:
-            logger.close(code)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
     closing(console, directory.path, module, time.perf_counter() - start)
     return module.metrics["val/loss"]
 
@@ -281,9 +303,14 @@ def code_version() -> str:
     return __version__
 
 
-def _new_directory(config: TrainConfig, sweep_dir: Path | None) -> Path:
+def _new_directory(config: TrainConfig, sweep_dir: Path | None, command: str, console: Console) -> Path:
     if sweep_dir is None:
-        return new_run(Path(config.runs_dir), config.name or time_name())
+        runs_dir = Path(config.runs_dir)
+        run = new_run(runs_dir, run_name(config.name))
+        if config.name is not None and run != runs_dir / config.name:
+            resume = f"{command} name={shlex.quote(config.name)} resume=auto"
+            console.print(f"{runs_dir / config.name} is there already, so this is {run}; to go on with that: {resume}")
+        return run
     if not any(sweep_dir.iterdir()):  # Hydra made it
         return sweep_dir
     return new_run(sweep_dir.parent, sweep_dir.name)
@@ -292,21 +319,19 @@ def _new_directory(config: TrainConfig, sweep_dir: Path | None) -> Path:
 def make_callbacks(
     directory: RunDirectory, config: TrainConfig, console: Console, model: Transformer, data: TextData
 ) -> list[pl.Callback]:
-    """In the order in which Lightning calls them: samples before the state is saved, the average after."""
-    callbacks: list[pl.Callback] = [directory]
+    """In the order in which Lightning calls them: what is shown or drawn comes after the state has been saved."""
+    average = MovingAverage(decay=config.callbacks.ema) if config.callbacks.ema else None
+    sampler = Sampler(config, console, model, data, average)
+    callbacks: list[pl.Callback] = [directory, Checkpointer(directory, config, console, sampler)]
+    if average is not None:
+        callbacks.append(average)
     if config.callbacks.progress:
         callbacks.append(Bar(console, config.trainer.log_every))
     callbacks.append(ValidationWatch(directory, console))
-    sampler = Sampler(directory, config, console, model, data)  # refuses a wrong prompt before work
-    if config.callbacks.sample_every:
-        callbacks.append(sampler)
     if isinstance(config.schedule, RangeConfig):
         callbacks.append(RateFinder(console))
     if config.trainer.profile:
         callbacks.append(Profiler(directory, console))
-    callbacks.append(Checkpointer(directory, config, console))
-    if config.callbacks.ema:
-        callbacks.append(MovingAverage(decay=config.callbacks.ema))
     return callbacks
 
 
@@ -319,30 +344,64 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", module="torch._inductor")
 
 
-def _resume(config: TrainConfig, console: Console) -> tuple[Path | None, dict | None]:
-    """The run directory to go on in and its newest checkpoint, which has gained its own `path`."""
+def _resume(config: TrainConfig, console: Console) -> tuple[Path | None, Path | None, dict | None]:
+    """The run directory to go on in, its newest checkpoint or the one that is named, and what that holds.
+
+    Raises:
+        CheckpointError: there is no run, or nothing that can be read.
+    """
     if config.resume is None:
-        return None, None
-    if config.resume == "auto":
-        if config.name is None:
-            run = latest_run(Path(config.runs_dir))
-        elif not (run := Path(config.runs_dir) / config.name).is_dir():
-            return None, None
-    elif Path(config.resume).is_file():  # one checkpoint of a run, in its place
+        return None, None, None
+    if Path(config.resume).is_file():
         path = Path(config.resume)
-        return path.parent.parent, read_checkpoint(path) | {"path": path}
-    else:
+        return checkpoint_in_place(path), path, read_checkpoint(path)
+    if config.resume != "auto":
         run = Path(config.resume)
         if not run.is_dir():
             raise CheckpointError(f"resume={run} is neither a run directory nor a checkpoint (looked in {Path.cwd()})")
+    elif config.name is None:
+        run = latest_run(Path(config.runs_dir))
+    elif not (run := Path(config.runs_dir) / config.name).exists():
+        return None, None, None
+    check_run(run)
     found = newest_readable(run, console.print)
-    if found is None:
-        if config.resume == "auto":
-            console.print(f"{run} holds no checkpoint yet; starting from the beginning")
-            return run, None
+    if found is not None:
+        return run, *found
+    if config.resume != "auto":
         raise CheckpointError(f"resume={run} holds no checkpoint")
-    path, saved = found
-    return run, saved | {"path": path}
+    console.print(f"{run} holds no checkpoint yet; starting from the beginning")
+    return run, None, None
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be written or made."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "may not be written to" if there.is_dir() else "is a file"
+        raise ValueError(f"the run cannot be kept in {folder}: {there} {why}; choose another runs_dir")
+
+
+def changed_settings(run: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """(before, now) of each setting that the run goes on with another value of, by its dotted name."""
+    before, now = read_settings(run), flat(OmegaConf.to_container(OmegaConf.create(asdict(config))))
+    both = (name for name in now if name in before and name not in OWN)
+    return {name: (before[name], now[name]) for name in both if before[name] != now[name]}
+
+
+def say_changed(console: Console, changed: dict, run: Path, step: int, config: TrainConfig, skipped: int) -> None:
+    """Name the settings that are others from here on, and what that does to the learning rate."""
+    if not changed:
+        return
+    named = (f"{name}={now} (was {before})" for name, (before, now) in changed.items())
+    console.print(f"with other settings: {', '.join(named)}")
+    of_schedule = [name for name in changed if name == "trainer.max_steps" or name.startswith("schedule.")]
+    logged = [moment for moment in read_metrics(run) if moment["step"] <= step and "optim/lr_factor" in moment]
+    if of_schedule and logged and step < config.trainer.max_steps:
+        before, now = logged[-1], rate(config.schedule, step - skipped, config.trainer.max_steps)
+        console.print(
+            f"the learning rate was {before['optim/lr_factor']:.3g} of its peak in step {before['step']}; "
+            f"it goes on with {now:.3g}"
+        )
 
 
 def _with_vocabulary(config: ModelConfig, tokens: int) -> ModelConfig:

@@ -66,6 +66,7 @@ def timeless(row: dict) -> dict:
 def test_an_offline_run_holds_everything(command, workdir):
     run = workdir / "runs" / "mine"
     run.mkdir(parents=True)
+    (run / "config.yaml").touch()  # it was killed at once
     (run / "report.html").write_text("a report")  # whoever wrote it
     result = command("train", *OFFLINE, "name=mine", "resume=auto", "callbacks.sample_prompt='--- step 1 ---\n'")
     assert result.code == 0, result.err

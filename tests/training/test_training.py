@@ -12,9 +12,18 @@ import time
 import lightning.pytorch as pl
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from minitransformer.checkpoint import checkpoints, load, read_checkpoint, read_metrics, read_samples
+from minitransformer.checkpoint import (
+    checkpoints,
+    load,
+    read_attention,
+    read_checkpoint,
+    read_metrics,
+    read_samples,
+    read_starts,
+)
 from minitransformer.model.cost import flops_per_token
 from minitransformer.model.transformer import Transformer
 from minitransformer.training import callbacks
@@ -276,20 +285,145 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(train, command, wor
     assert "no checkpoint that can be read" in result.err
 
 
-@pytest.mark.parametrize(("override", "words"), [
-    ("model.d_model=64", "model.d_model=32, not 64"), ("model.attention.qk_norm=false", "model.attention"),
-    ("tokenizer.vocab_size=280", "model.vocab_size"), ("seed=1", "seed=0, this run has 1"),
-    ("data.batch_size=2", "batch_size=4, this run has 2"), ("tokenizer=char", "model.vocab_size"),
-], ids=str)  # fmt: skip
-def test_resuming_something_else_is_refused(train, command, override, words):
+def contents(folder) -> dict[str, bytes | str]:
+    """Everything in a folder, whatever its name: what each file holds, where each link points."""
+    paths = sorted(folder.rglob("*"))
+    return {str(p): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else "" for p in paths}
+
+
+def refused(command, workdir, *overrides) -> str:
+    """The line with which going on is refused, after a check that it has touched nothing."""
+    given = {override.split("=")[0] for override in overrides}  # settings, or groups of them
+    before = contents(workdir)
+    settings = [s for s in (*TEXT, *SMALL) if s.split("=")[0] not in given and s.split(".")[0] not in given]
+    result = command("train", *settings, *overrides)
+    assert result.code == 1, result.out
+    assert len(result.err.splitlines()) == 1, result.err
+    assert contents(workdir) == before
+    return result.err
+
+
+def test_resuming_something_else_is_refused_and_touches_nothing(train, command, workdir, monkeypatch):
+    """From a checkpoint that has later ones, and logs, samples and pictures, behind it."""
+    train("mine", "callbacks.keep_checkpoints=9")
+    train("newest", "trainer.max_steps=2")  # runs/latest
+    resume = "resume=runs/mine/checkpoints/step-00000002.ckpt"
+    (workdir / "other.txt").write_text(sentences(400, seed=1), encoding="utf-8")
+    cases = {
+        "model.d_model=64": "model.d_model=32, not 64",
+        "model.attention.qk_norm=false": "model.attention",
+        "tokenizer.vocab_size=280": "model.vocab_size",
+        "data.files=[other.txt]": "another tokenizer or other text",
+        "seed=1": "seed=0, this run has 1",
+        "data.batch_size=2": "batch_size=4, this run has 2",
+        "data.packing=pad": "packing=best_fit, this run has pad",
+        "data.row_length=16": "row",
+        "tokenizer=char": "model.vocab_size",
+        "optimizer=adamw": "optimizer=muon, not adamw",
+        "init_from=nowhere": "init_from=nowhere does not exist",
+        "callbacks.sample_prompt=" + 40 * "long ": "callbacks.sample_prompt",
+    }
+    for override, words in cases.items():
+        assert words in refused(command, workdir, resume, override), override
+    monkeypatch.setenv("WANDB_MODE", "nowhere")
+    assert "nowhere" in refused(command, workdir, resume, "logger=wandb")
+
+
+def test_a_damaged_run_is_not_gone_on_with(train, command, workdir):
+    run = train("mine", "callbacks.keep_checkpoints=9")
+    for name, text in (
+        ("metrics.jsonl", '{"step": 1\n'), ("metrics.jsonl", '{"step": "1"}\n'), ("starts.jsonl", "no object\n"),
+        ("config.yaml", "a: ["), ("config.yaml", "- a list"),
+    ):  # fmt: skip
+        whole = (run / name).read_text()
+        (run / name).write_text(text if name == "config.yaml" else text + whole)
+        words = refused(command, workdir, "resume=runs/mine/checkpoints/step-00000002.ckpt")
+        assert f"runs/mine/{name}" in words
+        (run / name).write_text(whole)
+
+
+def test_only_a_checkpoint_in_its_place_is_resumed(train, command, workdir):
+    """A copy would make the folder above it the run directory, and the user's own files there its logs."""
+    run = train("mine")
+    for name in ("metrics.jsonl", "samples.txt"):
+        (workdir / name).write_text("my own\n")
+    for place in ("step-00000002.ckpt", "backup/step-00000002.ckpt", "own/checkpoints/step-00000002.ckpt"):
+        (workdir / place).parent.mkdir(parents=True, exist_ok=True)
+        (workdir / place).write_bytes(checkpoints(run)[0].read_bytes())
+        line = refused(command, workdir, f"resume={place}")
+        assert f"resume={place} is not RUN/checkpoints/step-*.ckpt beside a RUN/config.yaml" in line
+        assert f"init_from={place} starts another" in line
+    aside = checkpoints(run)[-1].with_name("step-00000002.ckpt.later")
+    aside.write_bytes(b"")
+    for other in (aside, run / "model.safetensors"):
+        assert "is not RUN/checkpoints/step-*.ckpt" in refused(command, workdir, f"resume={other}")
+    (workdir / "runs" / "notes").mkdir()
+    (workdir / "runs" / "notes" / "metrics.jsonl").write_text("my own\n")
+    for settings in (["resume=."], ["resume=own"], ["resume=runs/notes"], ["name=notes", "resume=auto"]):
+        assert "is not a run directory: it has no config.yaml" in refused(command, workdir, *settings)
+    assert "a file, not a run directory" in refused(command, workdir, "runs_dir=.", "name=book.txt", "resume=auto")
+    assert "nowhere is neither a run directory" in refused(command, workdir, "resume=nowhere")
+    # What the line advises works.
+    result = command("train", *TEXT[:-1], *SMALL, "name=from", "init_from=backup/step-00000002.ckpt")
+    assert result.code == 0, result.err
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("latest", "link to the newest run"), ("latest/x", "link to the newest run"), ("Latest", "link to the newest run"),
+    ("../x", "no name inside runs_dir"), ("a/../../x", "no name inside runs_dir"), ("/x", "no name inside runs_dir"),
+    (".", "no name inside runs_dir"), ("", "no name inside runs_dir"), ("a" * 300, "longer than 200 bytes"),
+])  # fmt: skip
+def test_a_name_stays_in_runs_dir(command, workdir, name, words):
+    assert words in refused(command, workdir, f"name={name}")
+
+
+def test_a_runs_dir_that_cannot_be_is_said_before_work(command, workdir):
+    assert "book.txt is a file; choose another runs_dir" in refused(command, workdir, "runs_dir=book.txt")
+    assert "book.txt is a file; choose another runs_dir" in refused(command, workdir, "runs_dir=book.txt/runs")
+
+
+def test_a_name_that_is_taken_is_said_with_the_command_that_resumes(train, command, workdir):
     train("mine", "trainer.max_steps=2")
-    arguments = [a for a in (*TEXT, *SMALL) if a.split("=")[0] != override.split("=")[0]]
-    if override == "tokenizer=char":
-        arguments.remove("tokenizer.vocab_size=300")
-    result = command("train", *arguments, "name=mine", "resume=auto", override)
-    assert result.code == 1
-    assert words in result.err
-    assert len(result.err.splitlines()) == 1
+    result = command("train", *TEXT, *SMALL, "name=mine", "trainer.max_steps=4")
+    line = next(line for line in result.out.splitlines() if "is there already" in line)
+    assert line.startswith("runs/mine is there already, so this is runs/mine-2; to go on with that: python ")
+    result = command("train", *shlex.split(line.partition("train.py ")[2]))
+    assert "resuming runs/mine after step 2" in result.out
+    assert "is there already" not in command("train", *TEXT, *SMALL, "name=other").out
+
+
+def test_a_checkpoint_is_read_once(train, monkeypatch):
+    run = train("mine", "trainer.max_steps=2")
+    read, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **settings: read.append(str(path)) or load(path, **settings))
+    train("mine", "resume=auto")
+    assert [path for path in read if path.endswith(".ckpt")] == ["runs/mine/checkpoints/step-00000002.ckpt"]
+    assert checkpoints(run)[-1].name == "step-00000006.ckpt"
+
+
+def test_going_on_with_other_settings_is_said_and_kept(train, command, workdir):
+    """config.yaml holds those of now, starts.jsonl what they were, and a jump of the learning rate is named."""
+    cosine = ["schedule=cosine", "trainer.log_every=1"]
+    run = train("mine", *cosine, "trainer.max_steps=4")
+    first = OmegaConf.load(run / "config.yaml")
+    more = [*cosine, "trainer.max_steps=12", "trainer.gradient_clip=0.5", "trainer.val_every=6"]
+    result = command("train", *TEXT, *SMALL, *more, "resume=runs/mine")
+    assert result.code == 0, result.err
+    changed = ["trainer.max_steps=12 (was 4)", "trainer.gradient_clip=0.5 (was 1.0)", "trainer.val_every=6 (was 3)"]
+    assert f"with other settings: {', '.join(changed)}" in result.out
+    factors = dict(metrics(run)["optim/lr_factor"])
+    assert (
+        f"the learning rate was {factors[4]:.3g} of its peak in step 4; it goes on with {factors[5]:.3g}" in result.out
+    )
+    assert read_starts(run)[-1]["changed"] == {
+        "trainer.max_steps": [4, 12], "trainer.gradient_clip": [1.0, 0.5], "trainer.val_every": [3, 6]
+    }  # fmt: skip
+    now = OmegaConf.load(run / "config.yaml")
+    assert (now.trainer.max_steps, now.trainer.gradient_clip, now.name, now.resume) == (12, 0.5, "mine", None)
+    first.trainer.update({"max_steps": 12, "gradient_clip": 0.5, "val_every": 6})
+    assert now == first
+    again = command("train", *TEXT, *SMALL, *more, "resume=runs/mine", "trainer.max_steps=14")
+    assert "with other settings: trainer.max_steps=14 (was 12)\n" in again.out
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -320,21 +454,26 @@ def test_a_signal_saves_and_says_how_to_go_on(command, workdir, signum, code):
     assert read_checkpoint(checkpoints(run)[-1])["global_step"] == step + 2
 
 
-def test_a_full_disk_is_named_and_leaves_what_was_there(train, command, workdir, monkeypatch):
+@pytest.mark.parametrize(("room", "name"), [(0, "config.yaml"), (1, "model.safetensors")])
+def test_a_full_disk_is_named_and_leaves_what_was_there(train, command, workdir, monkeypatch, room, name):
     import errno
+
+    synced = []
 
     run = train("mine", "trainer.max_steps=2")
     before = sorted(p.name for p in run.rglob("*") if p.is_file())
     model = (run / "model.safetensors").read_bytes()
 
     def full(fd):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        synced.append(fd)
+        if len(synced) > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     small = [*SMALL, "callbacks.sample_every=0", "trainer.val_every=6"]
     result = command("train", *TEXT, *small, "name=mine", "resume=auto")
     assert result.code == 1
-    assert "no space left on the disk for runs/mine/model.safetensors" in result.err
+    assert f"no space left on the disk for runs/mine/{name}" in result.err
     assert len(result.err.splitlines()) == 1
     assert sorted(p.name for p in run.rglob("*") if p.is_file()) == before
     assert (run / "model.safetensors").read_bytes() == model
@@ -347,8 +486,6 @@ def test_a_run_directory_explains_itself(trained, command):
     ]  # fmt: skip
     assert [p.name for p in checkpoints(trained)] == ["step-00000002.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
     assert (trained.parent / "latest").resolve() == trained
-    from omegaconf import OmegaConf
-
     config = OmegaConf.load(trained / "config.yaml")
     assert config.model.d_model == 32
     assert config.data.files == ["book.txt"]
@@ -583,6 +720,68 @@ def test_the_moving_average_is_validated_and_saved_and_training_keeps_its_own(tr
     assert metrics(run)["val/loss"][0] != metrics(plain)["val/loss"][0]
 
 
+def test_samples_of_a_moving_average_are_its_own(train, command):
+    """The last is what the model file writes, and training goes on with the weights that it had."""
+    settings = ["optimizer=adamw", "schedule=constant", "callbacks.ema=0.9", "optimizer.lr=0.01"]
+    settings += ["callbacks.sample_temperature=0", "callbacks.sample_prompt=Ann"]
+    run = train("mine", *settings)
+    result = command("generate", f"checkpoint={run}", "prompt=Ann", "temperature=0", "max_new_tokens=8")
+    assert read_samples(run)[-1] == (6, result.out.removesuffix("\n"))
+    raw = train("raw", *settings, "callbacks.ema=0")
+    assert read_samples(run) != read_samples(raw)
+    same(load_file_of(checkpoints(run)[-1], "current_model_state"), load_file_of(checkpoints(raw)[-1], "state_dict"))
+
+
+@pytest.mark.parametrize("part", ["stream", "attention_picture"])
+def test_a_sample_that_fails_is_said_and_stops_nothing(train, command, monkeypatch, part):
+    whole = train("whole")
+    real, calls = getattr(callbacks, part), []
+
+    def fails_at_first(*arguments, **settings):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("no\nmemory")
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(callbacks, part, fails_at_first)
+    result = command("train", *TEXT, *SMALL, "name=mine")
+    assert result.code == 0, result.err
+    assert "no sample after step 3, training goes on (RuntimeError: no memory)\n" in result.out
+    run = whole.with_name("mine")
+    same(weights(run), weights(whole))
+    assert metrics(run) == metrics(whole)
+    assert read_samples(run) == read_samples(whole)[1:]
+    assert [step for step, _ in read_attention(run)] == [6]
+
+
+@pytest.mark.parametrize(("at", "val_every"), [(1, 3), (2, 4)])
+def test_the_state_is_saved_before_a_sample_which_is_made_up_for(train, monkeypatch, at, val_every):
+    """A kill while the sample of a step is drawn at which a checkpoint is due: at the third step, and at the last."""
+    settings = ["callbacks.checkpoint_every=3", f"trainer.val_every={val_every}"]
+    whole = train("whole", *settings)
+    run, pictures, real = whole.with_name("mine"), [], callbacks.attention_picture
+
+    class Killed(BaseException):
+        pass
+
+    def killed(weights):
+        pictures.append(weights)
+        if len(pictures) == at:
+            raise Killed
+        return real(weights)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(callbacks, "attention_picture", killed)
+        train("mine", *settings)
+    assert read_checkpoint(checkpoints(run)[-1])["global_step"] == 3 * at
+    assert len(read_samples(run)) == at - 1
+    train("mine", *settings, "resume=auto")
+    same(weights(run), weights(whole))
+    assert metrics(run) == metrics(whole)
+    assert read_samples(run) == read_samples(whole)
+    assert read_attention(run) == read_attention(whole)
+
+
 def load_file_of(path, key) -> dict:
     return read_checkpoint(path)[key]
 
@@ -598,6 +797,31 @@ def test_one_checkpoint_can_be_resumed(train):
     assert all(path.with_name(f"{path.name}.later").exists() for path in later)
     train("mine", *settings, f"resume={first}")
     same(end, weights(run))
+
+
+def test_the_best_weights_are_not_those_of_a_future_that_was_given_up(train, monkeypatch):
+    """Each validation finds less than the one before; set aside, the weights come from the step's checkpoint."""
+    lowest_at(monkeypatch, step2=1.0, step4=0.8, step6=0.6)
+    settings = ["callbacks.keep_checkpoints=9", "trainer.val_every=2", "schedule=constant"]
+    run = train("mine", *settings)
+    assert read_checkpoint(checkpoints(run)[-1])["global_step"] == 6
+    until = weights(train("until", *settings, "trainer.max_steps=2"))
+    lowest_at(monkeypatch, step2=1.0, step4=2.0, step6=2.0)
+    train("mine", *settings, f"resume={checkpoints(run)[0]}", "trainer.max_steps=4")
+    same(load_file(run / "best.safetensors"), until)
+    assert (run / "best.safetensors.later").exists()
+    train("mine", *settings, "resume=auto")
+    same(load_file(run / "best.safetensors"), until)
+    assert not list(run.rglob("*.later"))  # the run has come as far again
+
+
+def test_what_kills_left_half_written_goes_when_the_run_goes_on(train):
+    run = train("mine", "trainer.max_steps=4")
+    leftovers = [run / ".model.safetensors.1.part", run / "checkpoints" / ".step-00000004.ckpt.1.part"]
+    for path in leftovers:
+        path.write_bytes(b"half")
+    train("mine", "resume=auto")
+    assert not any(path.exists() for path in leftovers)
 
 
 def test_a_kill_on_the_way_back_to_one_checkpoint(train, monkeypatch):
