@@ -81,6 +81,14 @@ class TextData(pl.LightningDataModule):
         return found
 
     @property
+    def cut_prefixes(self) -> tuple[int, int]:
+        """How many prefixes of training documents do not share a row with all of their text, and how many there are."""
+        documents = self.train.documents
+        with_prefix = documents.prefix > 0
+        too_long = documents.length + 1 > self.row_length
+        return int((with_prefix & too_long).sum()), int(with_prefix.sum())
+
+    @property
     def efficiency(self) -> float:
         """The part of all places in training rows that hold a token (of a stream: in validation rows)."""
         rows = self.validation_rows if self.steps is None else self.steps.rows(0)[0]

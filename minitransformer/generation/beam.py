@@ -6,7 +6,7 @@ import torch
 
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.config import Sampling
-from minitransformer.generation.generate import Continuation, Row, fitting, prefill
+from minitransformer.generation.generate import Continuation, Row, evaluating, fitting, prefill
 from minitransformer.generation.sampling import adjust, refuse_nothing
 from minitransformer.model.transformer import Transformer
 
@@ -47,7 +47,8 @@ def beam_search(
     ids = tokenizer.encode_document(prompt)
     n_new = fitting(model, len(ids), max_new_tokens)
     assert n_new is not None
-    cache, last = prefill(model, [ids], tokenizer.boundary, len(ids) + n_new - 1)
+    with evaluating(model):
+        cache, last = prefill(model, [ids], tokenizer.boundary, len(ids) + n_new - 1)
     cache.repeat(beams)
     last = last.repeat(beams, 1)
     # All beams are alike at first: one of them may speak.
@@ -59,38 +60,39 @@ def beam_search(
     def rank(total: float, row: Row) -> float:
         return total / len(row.tokens) ** length_penalty
 
-    for made in range(1, n_new + 1):
-        log_probs = model.logits(last)[:, : tokenizer.vocab_size].float().log_softmax(-1)
-        scores = adjust(log_probs, sampling, [ids] * beams, [row.tokens for row in open_rows])
-        sums = (totals[:, None] + scores).flatten()
-        best, places = sums.topk(min(2 * beams, len(sums)))  # each beam can end once: enough stay open
-        grown: list[tuple[float, int, Row]] = []
-        for order, (total, place) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
-            beam, token = divmod(place, tokenizer.vocab_size)
-            if total == float("-inf") or len(grown) == beams:
+    with evaluating(model):
+        for made in range(1, n_new + 1):
+            log_probs = model.logits(last)[:, : tokenizer.vocab_size].float().log_softmax(-1)
+            scores = adjust(log_probs, sampling, [ids] * beams, [row.tokens for row in open_rows])
+            sums = (totals[:, None] + scores).flatten()
+            best, places = sums.topk(min(2 * beams, len(sums)))  # each beam can end once: enough stay open
+            grown: list[tuple[float, int, Row]] = []
+            for order, (total, place) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
+                beam, token = divmod(place, tokenizer.vocab_size)
+                if total == float("-inf") or len(grown) == beams:
+                    break
+                row = open_rows[beam].grown(token, log_probs[beam, token].item())
+                if row.finish:
+                    if order < beams:
+                        finished.append((rank(total, row), row))
+                else:
+                    grown.append((total, beam, row))
+            if not grown and not finished:
+                refuse_nothing(scores)
+            finished = sorted(finished, key=lambda pair: -pair[0])[:beams]
+            if not grown or (len(finished) == beams and rank(*grown[0][::2]) <= finished[-1][0]):
+                grown = []
                 break
-            row = open_rows[beam].grown(token, log_probs[beam, token].item())
-            if row.finish:
-                if order < beams:
-                    finished.append((rank(total, row), row))
-            else:
-                grown.append((total, beam, row))
-        if not grown and not finished:
-            refuse_nothing(scores)
-        finished = sorted(finished, key=lambda pair: -pair[0])[:beams]
-        if not grown or (len(finished) == beams and rank(*grown[0][::2]) <= finished[-1][0]):
-            grown = []
-            break
-        grown += [(float("-inf"), *grown[0][1:])] * (beams - len(grown))  # a small vocabulary fills no beam
-        totals = torch.tensor([total for total, _, _ in grown], device=last.device)
-        open_rows = [row for _, _, row in grown]
-        late = time.monotonic() > deadline
-        if late:
-            break
-        if made < n_new:
-            cache.reorder(torch.tensor([beam for _, beam, _ in grown], device=last.device))
-            new = torch.tensor([[row.tokens[-1]] for row in open_rows], device=last.device)
-            last = model.features(new, cache=cache)[0][:, -1]
+            grown += [(float("-inf"), *grown[0][1:])] * (beams - len(grown))  # a small vocabulary fills no beam
+            totals = torch.tensor([total for total, _, _ in grown], device=last.device)
+            open_rows = [row for _, _, row in grown]
+            late = time.monotonic() > deadline
+            if late:
+                break
+            if made < n_new:
+                cache.reorder(torch.tensor([beam for _, beam, _ in grown], device=last.device))
+                new = torch.tensor([[row.tokens[-1]] for row in open_rows], device=last.device)
+                last = model.features(new, cache=cache)[0][:, -1]
     for total, _, row in grown:
         if total > float("-inf"):
             row.end("time" if late else "length")

@@ -4,6 +4,7 @@ import codecs
 import copy
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -227,14 +228,30 @@ def stream(
             yield piece
 
 
+@contextmanager
+def evaluating(*models: Transformer) -> Iterator[None]:
+    """Inside, the models are in evaluation mode, without dropout; then as they were."""
+    were = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, training in zip(models, were, strict=True):
+            model.train(training)
+
+
 def _rows(model, tokenizer, prompts, max_new_tokens, **settings) -> Iterator[list[Row]]:
     names = Sampling.__dataclass_fields__
     sampling = Sampling(**{name: settings.pop(name) for name in list(settings) if name in names})
     if (draft := settings.pop("draft", None)) is None:
-        return generate_rows(model, tokenizer, prompts, max_new_tokens, sampling, **settings)
+        with evaluating(model):
+            yield from generate_rows(model, tokenizer, prompts, max_new_tokens, sampling, **settings)
+        return
     from minitransformer.generation.speculative import speculate
 
-    return speculate(model, draft, tokenizer, prompts, max_new_tokens, sampling, **settings)
+    with evaluating(model, draft):
+        yield from speculate(model, draft, tokenizer, prompts, max_new_tokens, sampling, **settings)
 
 
 def generate_all(
@@ -277,6 +294,8 @@ def score(model: Transformer, tokenizer: Tokenizer, text: str) -> Continuation:
     """
     ids = tokenizer.encode_document(text, end=True)
     tokens = torch.tensor([ids], device=model.embedding.weight.device)
-    log_probs = model(tokens[:, :-1])[0, :, : tokenizer.vocab_size].float().log_softmax(-1)
+    with evaluating(model):
+        logits = model(tokens[:, :-1])[0, :, : tokenizer.vocab_size]
+    log_probs = logits.float().log_softmax(-1)
     found = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
     return Continuation("", text, ids[1:], found.tolist(), "end")

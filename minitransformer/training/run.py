@@ -461,6 +461,10 @@ def summary(console, config, run, model, data, device, precision, logging_line) 
             f"{data.steps.n_rows:,} of {data.row_length} tokens, {data.efficiency:.1%} filled ({config.data.packing})"
         )
         epochs, at_first = f"{steps * batch / data.steps.n_rows:.1f} epochs, ", ""
+    cut, prefixes = data.cut_prefixes
+    if cut:
+        rows += f"; {cut:,} of {prefixes:,} prefixes are longer than a row with their text, which is learned in part "
+        rows += "without them"
     facts = {
         "run": str(run),
         "model": f"{parameter_count(model_config):,} parameters: {model_config.n_layers} layers, "

@@ -36,6 +36,29 @@ def test_too_little_text_names_both_numbers(data, workdir):
     data(ByteConfig(), row_length=36)
 
 
+@pytest.mark.parametrize("row_length", [8, 9, 10, 11, 400])
+def test_prefixes_that_do_not_share_a_row_with_their_text_are_counted(workdir, row_length):
+    rows = [{"q": "?" * (i % 5), "text": f"{i:04}" + "." * (i % 3)} for i in range(60)]
+    (workdir / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = JSONLinesConfig(files=["qa.jsonl"], prefix_field="q", cache_dir="cache")
+    made = TextData(config, ByteConfig(), row_length, seed=0)
+    made.prepare(QUIET)
+    # With the start token; the last token is no input.
+    found = [(prefix, prefix + text + 1) for prefix, text in _lengths(made)]
+    expected = sum(prefix > 0 and inputs > row_length for prefix, inputs in found), sum(p > 0 for p, _ in found)
+    assert made.cut_prefixes == expected
+    assert (expected[0] > 0) == (row_length < 11)
+
+
+def _lengths(made) -> list[tuple[int, int]]:
+    """Of each training document its prefix and its text, in bytes."""
+    tokens, documents = made.tokens.ids, made.train.documents
+    whole = [bytes(made.tokenizer.decode(tokens[o + 1 : o + 1 + n].tolist()), "ascii") for o, n in zip(
+        documents.offset, documents.length, strict=True
+    )]  # fmt: skip
+    return [(each.count(b"?"), len(each) - each.count(b"?")) for each in whole]
+
+
 def test_resuming_on_other_data_is_refused_unless_allowed(data, workdir):
     one = data()
     state = one.state_dict()

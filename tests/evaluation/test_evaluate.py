@@ -239,7 +239,7 @@ MISTAKES = [
     ("device=tpu", ["device='tpu'"]),
     ("batch_size=0", ["batch_size=0"]),
     ("strid=3", ["did you mean stride?"]),
-    ("checkpoint=alone.safetensors", ["alone.safetensors has no config.yaml", "data=text data.files=[...]"]),
+    ("checkpoint=alone.safetensors", ["alone.safetensors has no config.yaml", "data=text data.files=FILE"]),
 ]  # fmt: skip
 
 

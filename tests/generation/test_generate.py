@@ -319,3 +319,17 @@ def test_one_beam_is_greedy_and_more_find_what_is_likelier(prompt):
     rank = [sum(f.log_probs) / len(f.tokens) for f in beam_search(model, TOKENIZER, prompt, 12, beams=8)]
     assert rank == sorted(rank, reverse=True)
     assert rank[0] >= sum(greedy.log_probs) / len(greedy.tokens) - 1e-5
+
+
+@pytest.mark.parametrize("job", [
+    lambda model: generate(model, TOKENIZER, ["Ann", ""], 12, seed=0),
+    lambda model: generate(model, TOKENIZER, ["Ann"], 12, seed=0, draft=make(dropout=0.5).train()),
+    lambda model: list(stream(model, TOKENIZER, "Ann", 12, seed=0)),
+    lambda model: score(model, TOKENIZER, "Ann sees the cat.").log_probs,
+    lambda model: beam_search(model, TOKENIZER, "Ann", 12)[0].text,
+], ids=["generate", "draft", "stream", "score", "beams"])  # fmt: skip
+def test_dropout_of_a_model_that_is_being_trained_is_off_and_then_on_again(job):
+    model = make(dropout=0.5).train()
+    found = [job(model) for _ in range(3)]
+    assert found == [job(make(dropout=0.5))] * 3
+    assert all(module.training for module in model.modules())

@@ -555,6 +555,13 @@ def test_no_loss_is_taken_on_prefixes(command, workdir):
     )  # fmt: skip
     assert result.code == 0, result.err
     assert float(re.findall(r"validation loss ([\d.]+)", result.out)[-1]) < 0.2
+    assert "prefixes" not in result.out
+    rows = [{"question": f"{i} " * 30, "text": " yes"} for i in range(40)]
+    (workdir / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["data=jsonl", "data.files=[qa.jsonl]", "data.prefix_field=question", "tokenizer=byte", "name=long", *SMALL]
+    result = command("train", *words)
+    (told,) = re.findall(r"; (\d+) of (\d+) prefixes are longer than a row with their text", result.out)
+    assert told[0] == told[1] != "0"
 
 
 def not_finite_at(monkeypatch, steps: list[int], what: str = "both") -> None:
