@@ -9,7 +9,9 @@ import datasets
 import lightning.pytorch as pl
 import pytest
 import torch
+from hydra._internal.utils import _run_hydra, get_args_parser
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lm_eval.api.model import TemplateLM
 from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 from torch import nn
@@ -62,8 +64,21 @@ def torch_amp():
     assert not weight.equal(torch.ones(3))
 
 
+def hydra_main():
+    arguments = get_args_parser().parse_args(["--cfg", "job", "--resolve", "-m", "a=1"])
+    assert (arguments.cfg, arguments.resolve, arguments.multirun, arguments.overrides) == ("job", True, True, ["a=1"])
+    inspect.signature(_run_hydra).bind(arguments, get_args_parser(), print, "a folder", "train")
+
+
+def lm_eval_pair():
+    inspect.signature(TemplateLM._encode_pair).bind(None, "context", "continuation")
+
+
 # Each name of another package that begins with an underscore, what holds it to what we need, and whose it is.
 PRIVATE = {
+    "_internal": (hydra_main, "hydra-core"),
+    "_run_hydra": (hydra_main, "hydra-core"),
+    "_encode_pair": (lm_eval_pair, "lm_eval"),
     "_get_node": (omegaconf_nodes, "omegaconf"),
     "_is_none": (omegaconf_nodes, "omegaconf"),
     "_fingerprint": (datasets_fingerprint, "datasets"),
@@ -86,8 +101,8 @@ def private_names() -> set[str]:
                     own.add(name)
                 case ast.Attribute(attr=name):
                     used.add(name)
-                case ast.ImportFrom(names=names) if not (node.module or "").startswith("minitransformer"):
-                    used |= {alias.name for alias in names}
+                case ast.ImportFrom(module=module, names=names):
+                    used |= {*module.split("."), *(alias.name for alias in names)}
     return {name for name in used - own if name.startswith("_") and not name.startswith("__")}
 
 
