@@ -153,6 +153,14 @@ def test_a_data_set_of_the_hub(streaming, tmp_path):
         load_corpus(HubConfig(name=str(tmp_path / "nowhere"), streaming=streaming))
 
 
+def test_a_stream_that_breaks_off_names_its_data_set(tmp_path):
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "train-0.jsonl")
+    (tmp_path / "set" / "train-1.jsonl").write_text('{"text": "a"}\n{"text": ')
+    with pytest.raises(ValueError, match=r"^cannot read data\.name=.*set: "):
+        load_corpus(HubConfig(name=str(tmp_path / "set"), streaming=True))  # looks at its start
+
+
 def test_changed_text_and_another_way_to_read_it_change_the_fingerprint(tmp_path):
     def fingerprint(path, kind="text", **settings):
         return load_corpus(SOURCES[kind](files=[str(path)], **settings)).fingerprint
