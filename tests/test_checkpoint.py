@@ -173,6 +173,27 @@ def test_runs_never_share_a_directory(tmp_path):
     assert latest_run(tmp_path / "runs") == tmp_path / "runs" / "mine"
 
 
+def test_the_newest_run_is_found_where_latest_is_no_link(tmp_path):
+    """A folder of that name, as `cp -rL` leaves it, a file, or a link to a run that is gone."""
+    runs = tmp_path / "runs"
+    for time, name in enumerate(("b", "a", "sweep/0")):
+        (runs / name).mkdir(parents=True)
+        (runs / name / "config.yaml").touch()
+        os.utime(runs / name / "config.yaml", (time, time))
+    latest = runs / "latest"
+    latest.symlink_to("gone")
+    assert latest_run(runs) == runs / "sweep" / "0"
+    latest.unlink()
+    latest.mkdir()
+    point_latest(runs / "b", runs)  # cannot, and leaves nothing behind
+    assert latest_run(runs) == runs / "sweep" / "0"
+    assert sorted(path.name for path in runs.iterdir()) == ["a", "b", "latest", "sweep"]
+    latest.rmdir()
+    latest.touch()
+    assert latest_run(runs) == runs / "sweep" / "0"
+    point_latest(runs / "b", tmp_path / "nowhere")
+
+
 def test_what_was_logged_is_read_back(tmp_path):
     add_metrics(tmp_path, 10, {"tokens": 5, "train/loss": 2.5, "optim/grad_norm": float("inf")})
     add_metrics(tmp_path, 10, {"tokens": 5, "val/loss": float("nan")})

@@ -695,6 +695,22 @@ def test_a_time_limit_saves_and_says_how_to_go_on(command, workdir, monkeypatch)
     assert "resume=runs/mine" in result.out
 
 
+@pytest.mark.parametrize("why", ["signal", "divergence"])
+def test_the_report_of_a_run_that_was_stopped_comes_after_all_that_matters(command, workdir, monkeypatch, why):
+    """Whoever sent the signal may not wait for it: state, last lines and loggers first."""
+    order = []
+    monkeypatch.setattr("minitransformer.report.page.write", lambda runs: order.append("report"))
+    monkeypatch.setattr("minitransformer.training.logging.RunFiles.close", lambda self, code: order.append("closed"))
+    if why == "divergence":
+        not_finite_at(monkeypatch, range(100))
+    else:
+        monkeypatch.setattr(callbacks.Sampler, "show", lambda *_: signal.raise_signal(signal.SIGTERM))
+    small = [setting for setting in SMALL if setting != "callbacks.report=false"]
+    result = command("train", *TEXT, *small, "name=mine", "trainer.max_skipped=2")
+    assert result.code == (1 if why == "divergence" else 143)
+    assert order == ["closed", "report"]
+
+
 def test_the_best_weights_are_kept(train, command):
     """A rate that ruins the model after a good start."""
     schedule = ["schedule=constant", "schedule.warmup_steps=0", "optimizer=adamw", "trainer.val_every=1"]
