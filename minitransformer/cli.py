@@ -271,8 +271,9 @@ def _run(name: str, job: Callable[[Any, Any, list[str]], Any], words: list[str])
 
     parser, arguments = _parse(words)
     texts = _texts(name)
-    typed = {quoted(word, texts, arguments.multirun): word for word in arguments.overrides}
-    arguments.overrides = list(typed)
+    overrides = [quoted(word, texts, arguments.multirun) for word in arguments.overrides]
+    typed = dict(zip(overrides, arguments.overrides, strict=True))
+    arguments.overrides = overrides  # each as often as it was given: the last one of a setting holds
     shown = arguments.cfg == "job" and not arguments.multirun  # shown as it will be when the job has it
     if shown:
         arguments.cfg, arguments.resolve, resolve = None, False, arguments.resolve

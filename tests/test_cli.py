@@ -452,3 +452,9 @@ def test_a_sweep_of_a_command_that_only_reads_leaves_nothing(command, trained, w
     one, other = (json.loads(line) for line in result.out.splitlines())
     assert one != other
     assert sorted(workdir.rglob("*")) == before
+
+
+def test_of_a_setting_that_is_given_several_times_the_last_holds(command):
+    result = command("train", "seed=3", "seed=0", "seed=3", "--cfg", "job")
+    assert result.code == 0, result.err
+    assert "\nseed: 3\n" in result.out
