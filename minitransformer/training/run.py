@@ -79,7 +79,6 @@ from minitransformer.training.callbacks import (
     ValidationWatch,
 )
 from minitransformer.training.config import LoRAConfig, RangeConfig, TrainConfig, inherit, run_name
-from minitransformer.training.console import make_console
 from minitransformer.training.logging import RunLogger, check_wandb, make_loggers, resolved
 from minitransformer.training.lora import add_adapters, fingerprint
 from minitransformer.training.module import LanguageModel
@@ -112,7 +111,10 @@ def train(
         DivergedError: losses were not finite any more; the state was saved.
         Interrupted: a signal or the clock stopped it, after the state was saved.
     """
-    console = make_console(quiet=rank_zero_only.rank != 0)
+    console = Console(
+        highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=rank_zero_only.rank != 0,
+        force_interactive=None if sys.stdout.isatty() else False,  # FORCE_COLOR may colour a log, no more
+    )  # fmt: skip
     _quiet()
     keep_freed_memory()
     if config.trainer.threads is not None:

@@ -167,6 +167,16 @@ def test_a_run_that_learns_by_heart_says_so_and_offers_its_best(command, workdir
     assert 'checkpoint=runs/mine/best.safetensors prompt=""' in result.out
 
 
+def test_a_log_that_is_not_utf_8_can_be_read(command, workdir, monkeypatch):
+    with open("log", "w", encoding="cp1252") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        settings = ["data=text", "data.files=[book.txt]", "tokenizer=byte", *SMALL, "callbacks.sample_prompt=é λ"]
+        assert command("train", *settings).code == 0
+    shown = (workdir / "log").read_text(encoding="cp1252")
+    assert shown.count("  | é ?") == 2
+    assert "| peak memory" in shown
+
+
 def test_control_characters_of_a_sample_are_shown():
     assert printable("a\tb\x1b[31mc\x00é🦉") == "a    b\\x1b[31mc\\x00é🦉"
 
