@@ -290,7 +290,6 @@ def test_another_choice_is_named_and_its_own_defaults_are_not(option, tmp_path):
     group, name = option.split("=")
     found = changed(tmp_path, option, *([DATA[name]] if name in DATA else []))
     usual = {"data": "stdlib", "tokenizer": "bpe", "optimizer": "muon", "schedule": "wsd"}[group]
-    name = "text" if name in ("jsonl", "csv", "parquet") else name
     assert found.pop(group, None) == (None if name == usual else (name, usual))
     # What the option's own YAML file sets beside the defaults of its kind.
     yaml = {"data": {"data.val_fraction"}}
