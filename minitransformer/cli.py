@@ -454,7 +454,13 @@ def one_line(error: Exception, name: str, words: list[str]) -> str | None:
     if not isinstance(error, HydraException | OmegaConfBaseException):
         if isinstance(error, OSError) and error.strerror:
             return f"{error.filename or 'the system'}: {error.strerror}"
-        return " ".join(str(error).split()) if isinstance(error, ValueError) else None
+        text = " ".join(str(error).split())
+        # torch says it in a RuntimeError on a CPU, in a class of its own on a GPU.
+        found = re.search("tried to allocate [^.]*", text, re.I)
+        if found or isinstance(error, MemoryError):
+            what = f" ({found[0]})" if found else ""
+            return f"there is not enough memory{what}; use less at once, or a smaller model"
+        return text if isinstance(error, ValueError) else None
     # Hydra and OmegaConf tell mistakes apart by their words alone; the cause names the full key.
     if isinstance(error, OverrideParseException):
         return f'cannot read the override {error.override!r}; write SETTING=VALUE, lists as "SETTING=[a,b]"'

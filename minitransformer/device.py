@@ -1,6 +1,8 @@
 """The device and the precision that a setting stands for on this machine, and its memory."""
 
 import ctypes
+import math
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -102,6 +104,14 @@ def keep_freed_memory() -> None:
         libc.malloc_trim(0)  # what was freed until now, in pieces that may not serve again
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def total_memory() -> float:
+    """Bytes of the machine's memory; without end where nothing tells."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # as on Windows
+        return math.inf
 
 
 def peak_memory() -> int:

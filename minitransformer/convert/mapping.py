@@ -275,7 +275,7 @@ def rotary_order(config: ModelConfig) -> Tensor:
     width = config.head_width
     if config.position != "rotary":
         return torch.arange(width)
-    turned = 2 * int(width * config.rotary.fraction / 2)
+    turned = config.turned
     pairs = torch.arange(turned).view(2, -1).T.flatten()
     return torch.cat((pairs, torch.arange(turned, width)))
 

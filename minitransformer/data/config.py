@@ -4,7 +4,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from minitransformer.model.checks import Choice, at_least, choose
+from minitransformer.model.checks import Choice, choose, count, fraction
 
 SPLITS = ("auto", "hash", "tail")
 PACKINGS = ("best_fit", "sequential", "concat", "pad")
@@ -46,16 +46,15 @@ class DataConfig(Choice):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("data.batch_size", self.batch_size, 1)
-        at_least("data.workers", self.workers, 0)
+        count("data.batch_size", self.batch_size)
+        count("data.workers", self.workers, 0, 1024)
         if self.row_length is not None:
-            at_least("data.row_length", self.row_length, 1)
+            count("data.row_length", self.row_length)
         if self.limit_rows is not None:
-            at_least("data.limit_rows", self.limit_rows, 1)
+            count("data.limit_rows", self.limit_rows)
         choose("data.packing", self.packing, PACKINGS)
         choose("data.split", self.split, SPLITS)
-        if not 0 < self.val_fraction < 1:
-            raise ValueError(f"data.val_fraction={self.val_fraction} is out of range; it must lie between 0 and 1")
+        fraction("data.val_fraction", self.val_fraction, zero=False)
 
     def refuse_fraction(self, setting: str) -> None:
         """Raise ValueError for settings of which part is held out, beside `setting`, which names it."""
@@ -182,7 +181,7 @@ class HubConfig(DataConfig):
                 raise ValueError(
                     f"data.val_split={self.val_split} holds out what data.train_split={self.train_split} trains on"
                 )
-        at_least("data.buffer", self.buffer, 1)
+        count("data.buffer", self.buffer)
         if not self.streaming and self.buffer != HubConfig.buffer:
             raise ValueError(f"data.buffer={self.buffer} is for data.streaming=true")
         if self.streaming and self.split == "tail":
@@ -243,7 +242,8 @@ class BPEConfig(TokenizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("tokenizer.sample_bytes", self.sample_bytes, 1)
+        count("tokenizer.sample_bytes", self.sample_bytes, 1, 2**63 - 1)
+        count("tokenizer.vocab_size", self.vocab_size, 1, 2**24)
         if self.vocab_size < 257:
             raise ValueError(
                 f"tokenizer.vocab_size={self.vocab_size} is too small; 256 bytes and the boundary token need 257"

@@ -6,7 +6,7 @@ from typing import Any
 
 from minitransformer.data.config import DataConfig
 from minitransformer.generation.config import OUTPUTS
-from minitransformer.model.checks import at_least, choose
+from minitransformer.model.checks import choose, count
 from minitransformer.model.config import SCALINGS
 
 # Settings of the data that only say how to train on it: those that every source has, and some of each.
@@ -46,11 +46,13 @@ class EvaluateConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.length is not None and not re.fullmatch(r"[1-9]\d*|\d*\.?\d+x", self.length):
+        if self.length is not None and not re.fullmatch(r"[1-9]\d{0,8}|\d{0,9}\.?\d{1,9}x", self.length):
             raise ValueError(f"length={self.length} is no number of tokens; write length=512, or length=4x")
         if self.stride is not None:
-            at_least("stride", self.stride, 1)
-        at_least("batch_size", self.batch_size, 1)
+            count("stride", self.stride)
+        count("batch_size", self.batch_size)
+        if self.checkpoint is not None and self.runs_dir != "runs":
+            raise ValueError(f"runs_dir={self.runs_dir} is for the newest run; checkpoint={self.checkpoint} names one")
         if self.scaling is not None:
             choose("scaling", self.scaling, SCALINGS)
         choose("quantize", self.quantize, ("none", "int8"))

@@ -159,9 +159,10 @@ def lengthened(model: Transformer, length: int, scaling: str | None = None) -> T
     rotary = config.rotary
     if scaling is not None:
         factor = max(1.0, length / trained) if scaling != "none" else 1.0
-        rotary = RotaryConfig(rotary.base, rotary.fraction, scaling, factor, trained)
-    elif rotary.original_length is None:
-        rotary = replace(rotary, original_length=round(trained / rotary.factor)) if rotary.factor > 1 else rotary
+        original = trained if scaling in ("yarn", "llama3") else None
+        rotary = RotaryConfig(rotary.base, rotary.fraction, scaling, factor, original)
+    elif rotary.scaling in ("yarn", "llama3") and rotary.original_length is None:
+        rotary = replace(rotary, original_length=round(trained / rotary.factor))
     longer = Transformer(replace(config, max_seq_len=max(length, trained), rotary=rotary))
     longer.load_state_dict(model.state_dict())
     return longer.to(model.embedding.weight.device).eval()

@@ -5,12 +5,10 @@ import time
 import torch
 
 from minitransformer.data.tokenizer import Tokenizer
-from minitransformer.generation.config import Sampling
+from minitransformer.generation.config import DRAWING, Sampling
 from minitransformer.generation.generate import Continuation, Row, evaluating, fitting, prefill
-from minitransformer.generation.sampling import adjust, refuse_nothing
+from minitransformer.generation.sampling import adjust, refuse_nan, refuse_nothing
 from minitransformer.model.transformer import Transformer
-
-DRAWING = {"temperature", "top_k", "top_p", "min_p"}  # settings of how tokens are drawn, which a search does not
 
 
 @torch.inference_mode()
@@ -39,7 +37,7 @@ def beam_search(
     Raises:
         ValueError: a setting is out of range, or the prompt is too long for the model.
     """
-    if drawing := DRAWING & settings.keys():
+    if drawing := settings.keys() & set(DRAWING):
         raise ValueError(f"beam_search draws no tokens: {min(drawing)} cannot be set")
     sampling = Sampling(**settings)
     sampling.check(tokenizer.vocab_size)
@@ -63,6 +61,7 @@ def beam_search(
     with evaluating(model):
         for made in range(1, n_new + 1):
             log_probs = model.logits(last)[:, : tokenizer.vocab_size].float().log_softmax(-1)
+            refuse_nan(log_probs)
             scores = adjust(log_probs, sampling, [ids] * beams, [row.tokens for row in open_rows])
             sums = (totals[:, None] + scores).flatten()
             best, places = sums.topk(min(2 * beams, len(sums)))  # each beam can end once: enough stay open

@@ -1,8 +1,8 @@
 """Settings of generation."""
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 
-from minitransformer.model.checks import at_least, choose
+from minitransformer.model.checks import at_least, choose, count, finite, fraction, positive
 from minitransformer.overrides import VERBATIM
 from minitransformer.words import with_line_ends
 
@@ -37,21 +37,18 @@ class Sampling:
     forced: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be a finite number, 0 or above")
-        at_least("top_k", self.top_k, 0)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} is out of range; it must be above 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} is out of range; it must lie between 0 and 1")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be a finite number above 0")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number")
-        at_least("no_repeat_ngram", self.no_repeat_ngram, 0)
+        at_least("temperature", self.temperature, 0)
+        count("top_k", self.top_k, 0)
+        fraction("top_p", self.top_p, zero=False, one=True)
+        fraction("min_p", self.min_p, one=True)
+        positive("repetition_penalty", self.repetition_penalty)
+        finite("presence_penalty", self.presence_penalty)
+        finite("frequency_penalty", self.frequency_penalty)
+        count("no_repeat_ngram", self.no_repeat_ngram, 0)
+        for token, bias in self.logit_bias.items():
+            finite(f"logit_bias: that of id {token}", bias)
         for place in self.forced:
-            at_least("forced: the number of a new token", place, 0)
+            count("forced: the number of a new token", place, 0)
 
     @property
     def looks_back(self) -> bool:
@@ -70,6 +67,9 @@ class Sampling:
             for i in ids:
                 if not 0 <= i < vocab_size:
                     raise ValueError(f"{name}: id {i} is outside the vocabulary of {vocab_size}")
+
+
+DRAWING = ("temperature", "top_k", "top_p", "min_p")  # settings of how tokens are drawn
 
 
 @dataclass
@@ -121,35 +121,56 @@ class GenerateConfig(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("num_samples", self.num_samples, 1)
-        at_least("beams", self.beams, 1)
+        count("num_samples", self.num_samples, 1, 2**16)
+        count("beams", self.beams, 1, 2**16)
+        if not abs(self.length_penalty) <= 40:  # a length to this power stays finite
+            raise ValueError(f"length_penalty={self.length_penalty} is out of range; it must lie between -40 and 40")
+        count("draft_tokens", self.draft_tokens)
+        if self.max_new_tokens is not None:
+            count("max_new_tokens", self.max_new_tokens)
+        if self.max_seconds is not None:
+            positive("max_seconds", self.max_seconds)
+        if self.seed is not None:
+            count("seed", self.seed, 0, 2**63 - 1)
+        choose("quantize", self.quantize, ("none", "int8"))
+        choose("overflow", self.overflow, OVERFLOWS)
+        choose("output", self.output, OUTPUTS)
+        choose("device", self.device, ("auto", "cpu", "cuda", "mps"))
+        self.stop = [with_line_ends(text) for text in self.stop]
+        if "" in self.stop:
+            raise ValueError("stop holds an empty text, which would end everything at once")
+        if self.prompt and self.prompt_file:
+            raise ValueError("prompt and prompt_file are both set; give one of them")
+        self._refuse_unused()
         if self.beams > 1:
-            if self.top_k or self.top_p < 1 or self.min_p or self.overflow != "error":
-                raise ValueError(
-                    f"beams={self.beams} looks for the likeliest text: "
-                    "it cannot go with top_k, top_p, min_p or overflow"
-                )
             if self.num_samples > self.beams:
                 raise ValueError(f"num_samples={self.num_samples} are more texts than beams={self.beams} can find")
         elif self.length_penalty != 1:
             raise ValueError(f"length_penalty={self.length_penalty} is for beams; set beams above 1")
-        at_least("draft_tokens", self.draft_tokens, 1)
-        if self.draft is not None and (self.beams > 1 or self.score or self.overflow != "error"):
-            raise ValueError(f"draft={self.draft} cannot go with beams, score or overflow")
-        choose("quantize", self.quantize, ("none", "int8"))
-        if self.max_new_tokens is not None:
-            at_least("max_new_tokens", self.max_new_tokens, 1)
-        if self.max_seconds is not None and not self.max_seconds > 0:
-            raise ValueError(f"max_seconds={self.max_seconds} must be above 0")
-        self.stop = [with_line_ends(text) for text in self.stop]
-        if "" in self.stop:
-            raise ValueError("stop holds an empty text, which would end everything at once")
-        choose("overflow", self.overflow, OVERFLOWS)
-        choose("output", self.output, OUTPUTS)
-        choose("device", self.device, ("auto", "cpu", "cuda", "mps"))
         if self.overflow == "slide" and self.max_new_tokens is None and self.max_seconds is None and not self.stop:
             raise ValueError("overflow=slide has no end of its own; set max_new_tokens, max_seconds or stop")
-        if self.prompt and self.prompt_file:
-            raise ValueError("prompt and prompt_file are both set; give one of them")
-        if self.interactive and (self.prompt_file or self.score or self.output == "json"):
-            raise ValueError("interactive=true cannot go with prompt_file, score or output=json")
+
+    def _refuse_unused(self) -> None:
+        """Raise ValueError for a setting that another one leaves without effect."""
+        reads = {"checkpoint", "runs_dir", "prompt", "prompt_file", "quantize", "output", "device"}
+        names = {f.name for f in fields(self)}
+        for switch, on, unused in (
+            ("checkpoint", self.checkpoint is not None, {"runs_dir"}),
+            ("score", self.score, names - reads - {"score"}),
+            ("interactive", self.interactive, {"prompt", "prompt_file", "output"}),
+            ("beams", self.beams > 1, {*DRAWING, "seed", "overflow", "draft"}),
+            ("draft", self.draft is not None, {"overflow"}),
+            ("temperature", self.temperature == 0, {"seed", "top_k", "top_p", "min_p"}),
+        ):
+            if on and (given := sorted(name for name in unused if self._set(name))):
+                value = getattr(self, switch)
+                value = str(value).lower() if isinstance(value, bool) else value
+                raise ValueError(f"{switch}={value} cannot go with {', '.join(given)}, which it does not use")
+        if self.draft is None and self._set("draft_tokens"):
+            raise ValueError(f"draft_tokens={self.draft_tokens} needs a draft")
+
+    def _set(self, name: str) -> bool:
+        """Was it given another value than its default?"""
+        default = next(f for f in fields(self) if f.name == name)
+        value = default.default if default.default_factory is MISSING else default.default_factory()
+        return getattr(self, name) != value

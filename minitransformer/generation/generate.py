@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.config import Sampling
-from minitransformer.generation.sampling import adjust, refuse_nothing, sample
+from minitransformer.generation.sampling import adjust, refuse_nan, refuse_nothing, sample
 from minitransformer.model.cache import KVCache
 from minitransformer.model.transformer import Transformer
 
@@ -200,6 +200,7 @@ def generate_rows(
         uniform = torch.cat([torch.rand(1, generator=generator) for generator in generators]).to(logits.device)
         new = sample(adjusted, sampling, uniform)
         log_probs = -F.cross_entropy(logits.float(), new, reduction="none")
+        refuse_nan(log_probs)
         made += 1
         for row, token, log_prob in zip(rows, new.tolist(), log_probs.tolist(), strict=True):
             if not row.finish:
@@ -298,4 +299,5 @@ def score(model: Transformer, tokenizer: Tokenizer, text: str) -> Continuation:
         logits = model(tokens[:, :-1])[0, :, : tokenizer.vocab_size]
     log_probs = logits.float().log_softmax(-1)
     found = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
+    refuse_nan(found)
     return Continuation("", text, ids[1:], found.tolist(), "end")

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.generation.config import Sampling
+from minitransformer.model.checks import SMALL
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -42,7 +43,9 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     ordered, order = logits.sort(descending=True)
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= p)
+    unlikely = before >= p
+    unlikely[:, 0] = False  # however small p is
+    drop = torch.zeros_like(unlikely).scatter(-1, order, unlikely)
     return logits.masked_fill(drop, float("-inf"))
 
 
@@ -90,13 +93,19 @@ def refuse_nothing(logits: Tensor) -> None:
         raise ValueError("no token is left to choose from; ban fewer of them")
 
 
+def refuse_nan(log_probs: Tensor) -> None:
+    """Raise ValueError where log-probabilities of the model itself, of any shape, are not finite."""
+    if not bool(log_probs.isfinite().all()):
+        raise ValueError("the model's logits are not finite: it diverged in training, or its file is damaged")
+
+
 def narrow(logits: Tensor, config: Sampling) -> tuple[Tensor, Tensor | None]:
     """Temperature (above 0) and filters: (B, V) -> logits (B, K), and the ids (B, K) that they are of (None: all)."""
     index = None
     if 0 < config.top_k < logits.shape[-1]:  # the rest needs to look at the k alone
         logits, index = logits.topk(config.top_k)
-    if config.temperature != 1:
-        logits = logits / config.temperature
+    if config.temperature != 1:  # the likeliest stays at 0, whatever it is divided by
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(config.temperature, SMALL)
     return keep_min_p(keep_top_p(logits, config.top_p), config.min_p), index
 
 

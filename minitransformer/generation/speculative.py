@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.config import Sampling
 from minitransformer.generation.generate import Row, fitting, prefill, start_rows
-from minitransformer.generation.sampling import adjust, distribution, draw, refuse_nothing
+from minitransformer.generation.sampling import adjust, distribution, draw, refuse_nan, refuse_nothing
 from minitransformer.model.cache import KVCache
 from minitransformer.model.transformer import Transformer
 
@@ -77,6 +77,7 @@ def speculate(
             fresh = (row.prompt_ids + made)[cache.length :]
             x = one.features(torch.tensor([fresh], device=device), cache=cache)[0][0, -n:]
             logits = one.logits(x)[:, : tokenizer.vocab_size].float()
+            refuse_nan(logits)
             so_far = [made[: len(made) - i] for i in reversed(range(n))]
             adjusted = adjust(logits, sampling, [row.prompt_ids] * n, so_far)
             if sampling.forbids:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
-from minitransformer.model.checks import at_least
+from minitransformer.model.checks import count
 from minitransformer.overrides import VERBATIM
 
 
@@ -34,12 +34,15 @@ class LabConfig:
     example: bool = False
 
     def __post_init__(self) -> None:
-        at_least("explain", self.explain, 0)
+        count("layer", self.layer, 0)
+        count("head", self.head, 0)
+        count("explain", self.explain, 0)
         if self.explain_places is not None:
-            at_least("explain_places", self.explain_places, 1)
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"port={self.port} is out of range; it must be 0 to {2**16 - 1}")
+            count("explain_places", self.explain_places)
+        count("port", self.port, 0, 2**16 - 1)
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if self.checkpoint is not None and "runs_dir" in given:
+            raise ValueError(f"runs_dir={self.runs_dir} is for the newest run; checkpoint={self.checkpoint} names one")
         if "port" in given and not self.serve:
             raise ValueError(f"port={self.port} is for serve=true")
         if "explain_places" in given and not self.explain:

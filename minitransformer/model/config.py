@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from minitransformer.model.checks import at_least, choose, fraction
+from minitransformer.model.checks import at_least, choose, count, finite, fraction, positive
 
 POSITIONS = ("none", "sinusoidal", "learned", "rotary", "alibi", "t5", "shaw", "transformer_xl")
 BIASED_POSITIONS = ("alibi", "t5", "shaw", "transformer_xl")
@@ -15,6 +15,28 @@ INITS = ("zero_residual", "gpt2", "xavier", "d_model")
 KINDS = ("softmax", "elu", "performer")
 PATTERNS = ("full", "window", "bigbird", "strided", "fixed")
 KERNELS = ("auto", "reference", "sdpa", "flex")
+
+# The patterns that use a setting of attention.
+USED_BY = {
+    "window": ("window", "bigbird"),
+    "global_tokens": ("bigbird",),
+    "block": ("bigbird",),
+    "random_blocks": ("bigbird",),
+    "stride": ("strided", "fixed"),
+    "summary": ("fixed",),
+}
+
+# The largest model that can be named: its matrices have fewer than 2^63 bytes, its positions are exact in fp32.
+MOST = {
+    "vocab_size": 2**24,
+    "d_model": 2**20,
+    "n_layers": 10_000,
+    "n_heads": 2**16,
+    "n_kv_heads": 2**16,
+    "d_head": 2**16,
+    "d_ff": 2**24,
+    "max_seq_len": 2**24,
+}
 
 
 @dataclass
@@ -61,16 +83,24 @@ class AttentionConfig:
         for name in self.pattern:
             choose("model.attention.pattern", name, PATTERNS)
         for name in ("window", "block", "stride", "summary"):
-            at_least(f"model.attention.{name}", getattr(self, name), 1)
-        for name in ("global_tokens", "random_blocks", "soft_cap"):
-            at_least(f"model.attention.{name}", getattr(self, name), 0)
+            count(f"model.attention.{name}", getattr(self, name))
+        count("model.attention.global_tokens", self.global_tokens, 0)
+        count("model.attention.random_blocks", self.random_blocks, 0, 1024)
+        at_least("model.attention.soft_cap", self.soft_cap, 0)
+        finite("model.attention.soft_cap", self.soft_cap)
         if self.features is not None:
-            at_least("model.attention.features", self.features, 1)
-        if self.score_width is not None and not self.score_width > 0:
-            raise ValueError(f"model.attention.score_width={self.score_width} must be above 0")
+            count("model.attention.features", self.features, 1, 2**20)
+        if self.score_width is not None:
+            positive("model.attention.score_width", self.score_width)
+        for name, patterns in USED_BY.items():
+            value = getattr(self, name)
+            if value != getattr(AttentionConfig, name) and not set(patterns) & set(self.pattern):
+                raise ValueError(
+                    f"model.attention.{name}={value} needs model.attention.pattern: {' or '.join(patterns)}"
+                )
         if self.qk_gain and not self.qk_norm:
             raise ValueError("model.attention.qk_gain=true scales what model.attention.qk_norm=true has normalised")
-        if self.summary > self.stride:
+        if "fixed" in self.pattern and self.summary > self.stride:
             raise ValueError(
                 f"model.attention.summary={self.summary} is more than model.attention.stride={self.stride}"
             )
@@ -101,16 +131,26 @@ class RotaryConfig:
         at_least("model.rotary.base", self.base, 1)
         at_least("model.rotary.factor", self.factor, 1)
         choose("model.rotary.scaling", self.scaling, SCALINGS)
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"model.rotary.fraction={self.fraction} is out of range; it must be above 0 and at most 1")
+        fraction("model.rotary.fraction", self.fraction, zero=False, one=True)
+        for name in ("slow", "fast", "attention_factor"):
+            if getattr(self, name) is not None:
+                positive(f"model.rotary.{name}", getattr(self, name))
+        if self.original_length is not None:
+            count("model.rotary.original_length", self.original_length, 1, MOST["max_seq_len"])
+            if self.scaling not in ("yarn", "llama3"):
+                raise ValueError(
+                    f"model.rotary.original_length={self.original_length} needs model.rotary.scaling: yarn or llama3"
+                )
+        if self.scaling == "yarn" and self.base == 1:
+            raise ValueError("model.rotary.base=1 turns all dimensions alike, and model.rotary.scaling=yarn none more")
         if self.scaling == "none" and self.factor != 1:
             raise ValueError(f"model.rotary.factor={self.factor} needs a scaling: linear, ntk, yarn or llama3")
         if self.scaling not in ("yarn", "llama3") and (self.slow is not None or self.fast is not None):
             raise ValueError("model.rotary.slow and fast need model.rotary.scaling: yarn or llama3")
         if self.scaling != "yarn" and self.attention_factor is not None:
             raise ValueError(f"model.rotary.attention_factor={self.attention_factor} needs model.rotary.scaling=yarn")
-        if not 0 < self.slow_turns < self.fast_turns:
-            raise ValueError(f"model.rotary.slow={self.slow_turns} must lie above 0 and below fast={self.fast_turns}")
+        if not self.slow_turns < self.fast_turns:
+            raise ValueError(f"model.rotary.slow={self.slow_turns} must lie below fast={self.fast_turns}")
 
     @property
     def slow_turns(self) -> float:
@@ -172,20 +212,19 @@ class ModelConfig:
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "n_layers", "n_heads", "max_seq_len"):
-            at_least(f"model.{name}", getattr(self, name), 1)
-        for name in ("vocab_size", "n_kv_heads", "d_head", "d_ff"):
+        for name, most in MOST.items():
             if getattr(self, name) is not None:
-                at_least(f"model.{name}", getattr(self, name), 1)
+                count(f"model.{name}", getattr(self, name), 1, most)
         at_least("model.logit_soft_cap", self.logit_soft_cap, 0)
+        finite("model.logit_soft_cap", self.logit_soft_cap)
         fraction("model.dropout", self.dropout)
         choose("model.position", self.position, POSITIONS)
         choose("model.norm", self.norm, NORMS)
         choose("model.norm_placement", self.norm_placement, NORM_PLACEMENTS)
         choose("model.activation", self.activation, ACTIVATIONS)
         choose("model.init", self.init, INITS)
-        if not 0 < self.norm_eps < 1:
-            raise ValueError(f"model.norm_eps={self.norm_eps} is out of range; it must lie between 0 and 1")
+        fraction("model.norm_eps", self.norm_eps, zero=False)
+        positive("model.norm_eps", self.norm_eps)
         if self.parallel and self.norm_placement == "post":
             raise ValueError("model.parallel=true cannot go with model.norm_placement=post; choose pre or sandwich")
         if self.d_head is None and self.d_model % self.n_heads:
@@ -200,6 +239,11 @@ class ModelConfig:
             )
         if self.position == "rotary" and self.head_width % 2:
             raise ValueError(f"model.d_head={self.head_width} is odd; model.position=rotary turns pairs of dimensions")
+        if self.position == "rotary" and self.turned < (needed := 4 if self.rotary.scaling == "ntk" else 2):
+            raise ValueError(
+                f"model.rotary.fraction={self.rotary.fraction} turns {self.turned} of model.d_head={self.head_width} "
+                f"dimensions; model.rotary.scaling={self.rotary.scaling} needs {needed}"
+            )
         if self.position == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"model.d_model={self.d_model} is odd; model.position=sinusoidal needs an even width")
         if self.position == "transformer_xl" and self.d_model % 2:
@@ -232,8 +276,8 @@ class ModelConfig:
         if self.position in BIASED_POSITIONS:
             works = ", ".join(p for p in POSITIONS if p not in BIASED_POSITIONS)
             raise ValueError(f"{kind} has no scores for model.position={self.position} to add to; choose {works}")
-        if kernel in ("sdpa", "flex"):
-            raise ValueError(f"{kind} does not use {named}; use auto or reference")
+        if kernel != "auto":
+            raise ValueError(f"{kind} does not use {named}; use auto")
         if set(attention.pattern) != {"full"}:
             raise ValueError(f"{kind} cannot do model.attention.pattern={attention.pattern}; use [full]")
         if attention.soft_cap:
@@ -250,6 +294,11 @@ class ModelConfig:
     @property
     def head_width(self) -> int:
         return self.d_model // self.n_heads if self.d_head is None else self.d_head
+
+    @property
+    def turned(self) -> int:
+        """Dimensions of a head that rotary positions turn."""
+        return 2 * int(self.head_width * self.rotary.fraction / 2)
 
     @property
     def gated(self) -> bool:
@@ -278,6 +327,8 @@ class ModelConfig:
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
         """Rebuild a config from plain nested values, as a checkpoint holds them.
 
+        Older versions let settings stand that nothing used; these are left out.
+
         Raises:
             ValueError: a key is not a field of ModelConfig (the checkpoint is from another version).
         """
@@ -288,4 +339,11 @@ class ModelConfig:
             unknown = sorted(set(given) - {f.name for f in fields(owner)})
             if unknown:
                 raise ValueError(f"the saved model config has unknown fields: {', '.join(unknown)}")
+        attention, rotary = inner["attention"], inner["rotary"]
+        pattern, scaling = attention.get("pattern", ["full"]), rotary.get("scaling", "none")
+        unused = {name for name, patterns in USED_BY.items() if not set(patterns) & set(pattern)}
+        unused |= {"kernel"} if attention.get("kind", "softmax") != "softmax" else set()
+        inner["attention"] = {name: value for name, value in attention.items() if name not in unused}
+        if scaling not in ("yarn", "llama3"):
+            inner["rotary"] = {name: value for name, value in rotary.items() if name != "original_length"}
         return cls(**values, **{name: parts[name](**inner[name]) for name in parts})

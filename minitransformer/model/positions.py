@@ -99,7 +99,7 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     that turn less than once and more than four times, blending in turns and not in dimensions (Llama Team 2024).
     """
     rotary = config.rotary
-    width = 2 * int(config.head_width * rotary.fraction / 2)
+    width = config.turned
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
     base, s = rotary.base, rotary.factor
     if rotary.scaling == "ntk":
@@ -116,7 +116,8 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         def dimension(n: float) -> float:  # the pair, not whole, that turns n times in the original length
             return width * math.log(original / (n * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), width - 1)
+        low = min(max(math.floor(dimension(fast)), 0), width - 1)
+        high = min(math.ceil(dimension(slow)), width - 1)
         divided = ((torch.arange(width // 2, dtype=torch.float64, device="cpu") - low) / max(high - low, 0.001)).clamp(
             0, 1
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from minitransformer.data.config import PretrainedConfig
 from minitransformer.generation.config import OUTPUTS
-from minitransformer.model.checks import Choice, at_least, choose, fraction, positive
+from minitransformer.model.checks import Choice, at_least, choose, count, fraction, positive
 from minitransformer.model.config import ModelConfig
 from minitransformer.overrides import VERBATIM
 
@@ -85,7 +85,7 @@ class MuonConfig(AdamWConfig):
         positive("optimizer.embedding_lr", self.embedding_lr)
         positive("optimizer.adamw_lr", self.adamw_lr)
         fraction("optimizer.momentum", self.momentum)
-        at_least("optimizer.ns_steps", self.ns_steps, 1)
+        count("optimizer.ns_steps", self.ns_steps, 1, 100)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class ScheduleConfig(Choice):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("schedule.warmup_steps", self.warmup_steps, 0)
+        count("schedule.warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass
@@ -121,8 +121,8 @@ class RangeConfig(ScheduleConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.first_ratio < 1:
-            raise ValueError(f"schedule.first_ratio={self.first_ratio} is out of range; it must lie between 0 and 1")
+        fraction("schedule.first_ratio", self.first_ratio, zero=False)
+        positive("schedule.first_ratio", self.first_ratio)
         if self.warmup_steps:
             raise ValueError(f"schedule.warmup_steps={self.warmup_steps}: a range of rates has no warm-up; use 0")
 
@@ -135,8 +135,7 @@ class DecayConfig(ScheduleConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.min_ratio <= 1:
-            raise ValueError(f"schedule.min_ratio={self.min_ratio} is out of range; it must lie in [0, 1]")
+        fraction("schedule.min_ratio", self.min_ratio, one=True)
 
 
 @dataclass
@@ -162,8 +161,7 @@ class WSDConfig(DecayConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.decay_fraction <= 1:
-            raise ValueError(f"schedule.decay_fraction={self.decay_fraction} is out of range; it must lie in [0, 1]")
+        fraction("schedule.decay_fraction", self.decay_fraction, one=True)
 
 
 @dataclass
@@ -218,11 +216,12 @@ class TrainerConfig:
     profile: bool = False
 
     def __post_init__(self) -> None:
-        whole = ("max_steps", "accumulate", "devices", "nodes", "checkpoint_blocks", "max_skipped")
-        for name in (*whole, "val_every", "log_every"):
-            at_least(f"trainer.{name}", getattr(self, name), 1)
+        for name in ("max_steps", "accumulate", "checkpoint_blocks", "max_skipped", "val_every", "log_every"):
+            count(f"trainer.{name}", getattr(self, name))
+        for name in ("devices", "nodes"):
+            count(f"trainer.{name}", getattr(self, name), 1, 2**16)
         if self.threads is not None:
-            at_least("trainer.threads", self.threads, 1)
+            count("trainer.threads", self.threads, 1, 1024)
         at_least("trainer.gradient_clip", self.gradient_clip, 0)
         at_least("trainer.z_loss", self.z_loss, 0)
         fraction("trainer.label_smoothing", self.label_smoothing)
@@ -232,6 +231,10 @@ class TrainerConfig:
         choose("trainer.gradient_checkpointing", self.gradient_checkpointing, ("none", "full", "selective"))
         if self.gradient_checkpointing == "none" and self.checkpoint_blocks != 1:
             raise ValueError("trainer.checkpoint_blocks needs trainer.gradient_checkpointing: full or selective")
+        if self.strategy != "auto" and self.ranks == 1:
+            raise ValueError(f"trainer.strategy={self.strategy} is for several processes; set trainer.devices or nodes")
+        if self.profile and self.max_steps < 8:
+            raise ValueError(f"trainer.profile shows steps 4 to 8; trainer.max_steps={self.max_steps} are too few")
         if self.find_batch and self.ranks > 1:
             raise ValueError(f"trainer.find_batch measures one process; set trainer.devices=1, not {self.devices}")
         _ = self.seconds
@@ -241,7 +244,7 @@ class TrainerConfig:
         """`max_time` in seconds; without end if it is not set."""
         if self.max_time is None:
             return math.inf
-        match = re.fullmatch(r"(?:(\d+):)?(\d+):([0-5]?\d):([0-5]?\d)", self.max_time)
+        match = re.fullmatch(r"(?:(\d{1,9}):)?(\d{1,9}):([0-5]?\d):([0-5]?\d)", self.max_time)
         if match is None:
             raise ValueError(f"trainer.max_time={self.max_time} is not a time; write HH:MM:SS or DD:HH:MM:SS")
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -310,10 +313,11 @@ class CallbacksConfig:
     report: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_every", "sample_every", "sample_temperature"):
-            at_least(f"callbacks.{name}", getattr(self, name), 0)
+        for name in ("checkpoint_every", "sample_every"):
+            count(f"callbacks.{name}", getattr(self, name), 0)
         for name in ("keep_checkpoints", "sample_tokens"):
-            at_least(f"callbacks.{name}", getattr(self, name), 1)
+            count(f"callbacks.{name}", getattr(self, name))
+        at_least("callbacks.sample_temperature", self.sample_temperature, 0)
         fraction("callbacks.ema", self.ema)
 
 
@@ -330,7 +334,7 @@ class LoRAConfig:
     targets: list[str] = field(default_factory=lambda: ["blocks.*"])
 
     def __post_init__(self) -> None:
-        at_least("lora.rank", self.rank, 0)
+        count("lora.rank", self.rank, 0, 2**16)
         positive("lora.alpha", self.alpha)
         if not self.targets:
             raise ValueError("lora.targets is empty; name at least one, such as blocks.*.attention.*")
@@ -392,12 +396,19 @@ class TrainConfig:
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
+        count("seed", self.seed, 0, 2**32 - 1)
         if self.name is not None:
             check_name(self.name)
         for name in GROUPS:
             if getattr(self, name) is None:
                 raise ValueError(f"{name} is not chosen; see --help for the choices")
+        if self.trainer.checkpoint_blocks > self.model.n_layers:
+            raise ValueError(
+                f"trainer.checkpoint_blocks={self.trainer.checkpoint_blocks} are more than model.n_layers="
+                f"{self.model.n_layers}"
+            )
+        if isinstance(self.optimizer, MuonConfig):
+            self._check_rates(self.optimizer)
         if self.trainer.accumulate > self.data.batch_size:
             raise ValueError(
                 f"trainer.accumulate={self.trainer.accumulate} is more than the data.batch_size="
@@ -413,6 +424,16 @@ class TrainConfig:
             raise ValueError(f"lora.rank={self.lora.rank} cannot go with trainer.strategy=fsdp or callbacks.ema")
         if self.trainer.strategy == "fsdp" and self.callbacks.ema:
             raise ValueError(f"trainer.strategy=fsdp cannot go with callbacks.ema={self.callbacks.ema}; set it to 0")
+
+    def _check_rates(self, optimizer: MuonConfig) -> None:
+        """Refuse a rate of parameters that are not there, or not trained."""
+        for name, unused in (
+            ("embedding_lr", "model.tie_embeddings=true" if self.model.tie_embeddings else ""),
+            ("embedding_lr", f"lora.rank={self.lora.rank}" if self.lora.rank else ""),
+            ("adamw_lr", f"lora.rank={self.lora.rank}" if self.lora.rank else ""),
+        ):
+            if unused and (rate := getattr(optimizer, name)) != getattr(MuonConfig, name):
+                raise ValueError(f"optimizer.{name}={rate} is used by no parameter with {unused}; leave it out")
 
 
 HARMLESS = ("dropout", "attention.kernel")  # settings of the model that may differ from those of `init_from`
@@ -460,6 +481,6 @@ class ExplainConfig(TrainConfig):
         super().__post_init__()
         if self.throughput is not None:
             positive("throughput", self.throughput)
-        if not 0 < self.mfu <= 1:
-            raise ValueError(f"mfu={self.mfu} is out of range; it must be above 0 and at most 1")
+        fraction("mfu", self.mfu, zero=False, one=True)
+        positive("mfu", self.mfu)
         choose("output", self.output, OUTPUTS)

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,9 @@ from minitransformer.checkpoint import (
     validated,
 )
 from minitransformer.data.datamodule import TextData
-from minitransformer.device import choose_device, choose_precision, keep_freed_memory
+from minitransformer.device import choose_device, choose_precision, keep_freed_memory, total_memory
 from minitransformer.model.config import ModelConfig
-from minitransformer.model.cost import parameter_count
+from minitransformer.model.cost import adapter_parameters, parameter_count
 from minitransformer.model.transformer import Transformer
 from minitransformer.training.batch_size import find_batch_size
 from minitransformer.training.callbacks import (
@@ -84,6 +84,7 @@ from minitransformer.training.lora import add_adapters, fingerprint
 from minitransformer.training.module import LanguageModel
 from minitransformer.training.optimizers import check_resumable, make_optimizer
 from minitransformer.training.schedules import rate
+from minitransformer.words import short
 
 REPORTED_TOKENS = 1024  # of held-out text, kept for the report
 
@@ -137,6 +138,7 @@ def train(
     row_length = config.data.row_length or config.model.max_seq_len
     if row_length > config.model.max_seq_len:
         raise ValueError(f"data.row_length={row_length} is more than model.max_seq_len={config.model.max_seq_len}")
+    _check_size(config, row_length)
     data = TextData(config.data, tokenizer, row_length, config.seed)
     data.prepare(console)
     model_config = _with_vocabulary(config.model, data.tokenizer.vocab_size)
@@ -259,6 +261,20 @@ def _warn_of_rate(config: TrainConfig, given: Sequence[str], console: Console) -
             "what it knows within a few steps. What works: optimizer=adamw optimizer.lr=1e-4",
             style="bold yellow",
         )
+
+
+def _check_size(config: TrainConfig, row_length: int) -> None:
+    """Refuse what this machine's memory could never hold, before its first byte is asked for."""
+    vocab_size = config.model.vocab_size or getattr(config.tokenizer, "vocab_size", 1)
+    model = replace(config.model, vocab_size=vocab_size)
+    numbers = parameter_count(model) + adapter_parameters(model, config.lora.rank, config.lora.targets)
+    positions = 2 * model.max_seq_len * model.head_width if model.position == "rotary" else 0  # float64
+    for what, n_bytes in (
+        ("a model of this model.d_model, n_layers and vocabulary", 4 * (numbers + positions)),
+        ("data.batch_size rows of a step", 24 * config.data.batch_size * row_length),
+    ):
+        if n_bytes > (there := total_memory()):
+            raise ValueError(f"{what} takes {short(n_bytes, 'B')}; this machine has {short(there, 'B')} of memory")
 
 
 def _check_device(config: TrainConfig, device: torch.device) -> None:

@@ -19,6 +19,7 @@ from minitransformer.generation.generate import PREFILL_TOKENS, Row, prefill, st
 from minitransformer.model import product
 from minitransformer.model.config import KINDS, PATTERNS, POSITIONS, AttentionConfig
 from tests.conftest import sentences
+from tests.model.models import patterned
 
 TOKENIZER = Tokenizer.train_bpe([sentences(300)], 300)
 BYTES = Tokenizer.bytes()
@@ -72,7 +73,7 @@ def test_packed_weights_write_what_the_uncached_model_does(position, least, monk
 
 
 ATTENTIONS = [
-    *({"pattern": [name], "window": 5, "block": 4, "stride": 4, "summary": 2} for name in PATTERNS),
+    *(patterned(name, window=5, block=4, stride=4, summary=2) for name in PATTERNS),
     *({"kind": kind} for kind in KINDS if kind != "softmax"),
 ]
 

@@ -9,7 +9,7 @@ from minitransformer.generation.speculative import Guesses, speculate
 from minitransformer.model.config import POSITIONS, AttentionConfig
 from tests.generation.test_generate import PROMPTS, TOKENIZER, every_continuation
 from tests.generation.test_generate import make as make_plain
-from tests.model.models import make
+from tests.model.models import make, patterned
 
 VOCABULARY = TOKENIZER.vocab_size
 
@@ -28,7 +28,9 @@ def nearly(model: Transformer, noise: float) -> Transformer:
 @pytest.mark.parametrize("pattern", [["full"], ["window"], ["window", "full"], ["bigbird"], ["strided"]], ids=str)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_greedy_tokens_are_those_without_a_draft(position, pattern):
-    model = make(position, vocab_size=VOCABULARY, pattern=pattern, window=7, block=4, stride=4, summary=2, qk_norm=True)
+    model = make(
+        position, vocab_size=VOCABULARY, qk_norm=True, **patterned(*pattern, window=7, block=4, stride=4, summary=2)
+    )
     expected = generate_all(model, TOKENIZER, PROMPTS, 20, temperature=0)
     guesses = Guesses()
     *_, rows = speculate(

@@ -16,7 +16,7 @@ KINDS = {
     "learned_bigbird": dict(position="learned", pattern=["bigbird"], window=2, global_tokens=1, block=2),
     "alibi_window": dict(position="alibi", pattern=["window", "full"], window=3),
     "t5_cap": dict(position="t5", soft_cap=0.3, norm_placement="sandwich"),
-    "shaw_strided": dict(position="shaw", pattern=["strided"], stride=3, summary=1, n_kv_heads=2),
+    "shaw_strided": dict(position="shaw", pattern=["strided"], stride=3, n_kv_heads=2),
     "transformer_xl_fixed": dict(position="transformer_xl", pattern=["fixed"], stride=4, summary=1),
     "rotary_wide_heads_parallel": dict(position="rotary", d_head=12, parallel=True, tie_embeddings=True),
 }

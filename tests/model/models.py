@@ -5,7 +5,7 @@ from torch import Tensor
 
 from minitransformer import ModelConfig, Transformer
 from minitransformer.model.attention import attend
-from minitransformer.model.config import AttentionConfig
+from minitransformer.model.config import USED_BY, AttentionConfig
 from minitransformer.model.masks import Visibility
 
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, -1, -1], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
@@ -23,6 +23,12 @@ def make(position: str = "rotary", seed: int = 0, **settings) -> Transformer:
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
     return model
+
+
+def patterned(*pattern: str, **settings: int) -> dict:
+    """A pattern, and those of the settings that it uses."""
+    used = {name: value for name, value in settings.items() if set(USED_BY[name]) & set(pattern)}
+    return {"pattern": list(pattern)} | used
 
 
 def with_gradients(kernel: str, visibility: Visibility, qkv: Tensor) -> tuple[Tensor, ...]:

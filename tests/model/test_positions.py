@@ -60,7 +60,8 @@ def test_scaled_frequencies_equal_transformers(scaling, factor):
         hidden_size=256, num_attention_heads=4, max_position_embeddings=int(128 * factor), rope_parameters=parameters
     )
     expected, scale = ROPE_INIT_FUNCTIONS[scaling](theirs, "cpu")
-    rotary = RotaryConfig(scaling=scaling, factor=factor, original_length=128)
+    original = None if scaling == "linear" else 128
+    rotary = RotaryConfig(scaling=scaling, factor=factor, original_length=original)
     ours, our_scale = rotary_frequencies(ModelConfig(d_model=256, n_heads=4, rotary=rotary))
     torch.testing.assert_close(ours.float(), expected, rtol=1e-5, atol=0)
     assert our_scale == pytest.approx(scale)

@@ -160,7 +160,7 @@ def test_wrong_settings_are_named(settings, words):
     (dict(kernel="magic"), ["model.attention.kernel", "sdpa", "flex"]), (dict(kind="magic"), ["attention.kind", "elu"]),
     (dict(pattern=[]), ["attention.pattern is empty"]), (dict(pattern=["magic"]), ["attention.pattern", "bigbird"]),
     (dict(window=0), ["window=0"]), (dict(soft_cap=-1), ["soft_cap=-1"]),
-    (dict(summary=9, stride=4), ["summary=9", "stride=4"]), (dict(score_width=0), ["score_width=0"]),
+    (dict(pattern=["fixed"], summary=9, stride=4), ["summary=9", "stride=4"]), (dict(score_width=0), ["score_width=0"]),
     (dict(qk_gain=True), ["qk_gain=true", "qk_norm=true"]),
 ], ids=str)  # fmt: skip
 def test_wrong_attention_is_named(settings, words):
