@@ -151,6 +151,10 @@ def lengthened(model: Transformer, length: int, scaling: str | None = None) -> T
         raise ValueError(f"scaling={scaling} is for rotary positions; the model has model.position={position}")
     if length <= trained and scaling is None:
         return model
+    if scaling not in (None, "none") and length <= trained:
+        raise ValueError(
+            f"scaling={scaling} is for more tokens than the model's max_seq_len={trained}; set length, as length=4x"
+        )
     if position == "learned" and length > trained:
         raise ValueError(
             f"length={length}: the model learned max_seq_len={trained} positions (model.position=learned) and has none "

@@ -416,7 +416,8 @@ class TrainConfig:
             )
         if self.data.batch_size % self.trainer.ranks:
             raise ValueError(
-                f"data.batch_size={self.data.batch_size} rows of a step do not divide into {self.trainer.ranks} ranks"
+                f"data.batch_size={self.data.batch_size} rows of a step do not divide into {self.trainer.ranks} ranks, "
+                f"which are trainer.devices={self.trainer.devices} on each of trainer.nodes={self.trainer.nodes}"
             )
         if self.lora.rank and self.init_from is None:
             raise ValueError(f"lora.rank={self.lora.rank} needs init_from: adapters stand beside trained weights")
