@@ -190,7 +190,7 @@ def test_the_command_writes_beside_the_model_and_says_where(command, run_dir):
         (["explain_places=2"], "explain_places=2 cannot go with explain=0"),
         (["port=9000"], "port=9000 is for serve=true"),
         (["example=true"], "not checkpoint, explain"),
-        (["port=70000"], "port=70000 is out of range"),
+        (["port=70000"], "port=70000 is too large"),
         (["queri=1"], "queri is not a setting"),
     ],
 )

@@ -138,5 +138,5 @@ def test_more_ranks_than_devices_or_rows_are_refused(command):
     assert "data.batch_size=4 rows of a step do not divide into 3 ranks" in result.err
     if torch.cuda.is_available():
         assert "are more than the" in command("train", *TEXT, *SMALL, "trainer.devices=64", "data.batch_size=64").err
-    result = command("train", *TEXT, *SMALL, "trainer.strategy=fsdp", "callbacks.ema=0.9")
+    result = command("train", *TEXT, *SMALL, "trainer.strategy=fsdp", "trainer.devices=2", "callbacks.ema=0.9")
     assert "trainer.strategy=fsdp cannot go with callbacks.ema=0.9" in result.err

@@ -12,6 +12,7 @@ import time
 import lightning.pytorch as pl
 import pytest
 import torch
+import wandb
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
@@ -325,6 +326,7 @@ def test_resuming_something_else_is_refused_and_touches_nothing(train, command, 
     }
     for override, words in cases.items():
         assert words in refused(command, workdir, resume, override), override
+    wandb.teardown()  # which reads its environment once in a process
     monkeypatch.setenv("WANDB_MODE", "nowhere")
     assert "nowhere" in refused(command, workdir, resume, "logger=wandb")
 
