@@ -236,9 +236,7 @@ class TrainerConfig:
         if self.profile and self.max_steps < 8:
             raise ValueError(f"trainer.profile shows steps 4 to 8; trainer.max_steps={self.max_steps} are too few")
         if self.find_batch and self.ranks > 1:
-            raise ValueError(
-                "trainer.find_batch measures one process; set trainer.devices=1 and trainer.strategy=auto"
-            )
+            raise ValueError("trainer.find_batch measures one process; set trainer.devices=1 and trainer.strategy=auto")
         _ = self.seconds
 
     @property
