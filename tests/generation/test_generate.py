@@ -15,7 +15,9 @@ from minitransformer import (
     pack_weights,
     score,
 )
+from minitransformer.generation.config import Sampling
 from minitransformer.generation.generate import PREFILL_TOKENS, Row, prefill, stream
+from minitransformer.generation.speculative import speculate
 from minitransformer.model import product
 from minitransformer.model.config import KINDS, PATTERNS, POSITIONS, AttentionConfig
 from tests.conftest import sentences
@@ -334,3 +336,21 @@ def test_dropout_of_a_model_that_is_being_trained_is_off_and_then_on_again(job):
     found = [job(model) for _ in range(3)]
     assert found == [job(make(dropout=0.5))] * 3
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_an_error_and_never_a_token(bad):
+    broken, sound = make(), make()
+    with torch.no_grad():
+        broken.head.weight[3] = bad
+    tokens = dict(max_new_tokens=3)
+    for way in (
+        lambda: generate(broken, TOKENIZER, ["Ann"], **tokens, temperature=0),
+        lambda: generate(broken, TOKENIZER, ["Ann", "Bob"], **tokens, seed=0),
+        lambda: beam_search(broken, TOKENIZER, "Ann", **tokens),
+        lambda: score(broken, TOKENIZER, "Ann"),
+        lambda: list(speculate(broken, sound, TOKENIZER, ["Ann"], 3, Sampling())),
+        lambda: list(speculate(sound, broken, TOKENIZER, ["Ann"], 3, Sampling())),
+    ):
+        with pytest.raises(ValueError, match="logits are not finite"):
+            way()

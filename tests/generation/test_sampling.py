@@ -128,3 +128,12 @@ def test_a_mac_draws_what_a_cpu_draws(monkeypatch):
     expected, to = sample(logits, config, uniform), torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "to", lambda x, where: x if where == torch.device("mps") else to(x, where))
     assert torch.equal(sample(logits.as_subclass(OnMPS), config, uniform).as_subclass(torch.Tensor), expected)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-45, 1e-300])
+@pytest.mark.parametrize("scale", [1.0, 1e4, -1e4])
+def test_a_temperature_near_0_takes_the_likeliest(temperature, scale, logits):
+    uniform = torch.tensor([0.0, 0.3, 0.7, 0.999])
+    chosen = sample(logits * scale, Sampling(temperature=temperature, top_p=1e-12), uniform)
+    assert torch.equal(chosen, (logits * scale).argmax(-1))
+    assert torch.equal(sample(logits * scale, Sampling(temperature=temperature), uniform), chosen)
