@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_args, get_origin
 
-VERBATIM = {"verbatim": True}  # metadata of a field that holds prose or code: nothing in it means anything to us
-
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _ITEM = re.compile(rf"(?:^|,)\s*({_QUOTED}|[^,]*?)\s*(?=,|\Z)", re.DOTALL)
 _SWEEP = re.compile(r"\w+\(.*\)", re.DOTALL)  # such as choice(a,b) and glob(*)

@@ -3,6 +3,8 @@
 import json
 import math
 
+VERBATIM = {"verbatim": True}  # metadata of a field that holds prose or code: nothing in it means anything to us
+
 
 def short(number: float | None, unit: str = "") -> str:
     """1,088,208 as 1.09 M, to three digits; a dash where there is none."""

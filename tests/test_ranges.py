@@ -1,7 +1,7 @@
 """Numbers that no setting can mean: a config takes them or names the field, and what it takes can be built."""
 
 import math
-from dataclasses import Field, fields
+from dataclasses import Field, fields, is_dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -28,7 +28,9 @@ from minitransformer.training.config import (
     WSDConfig,
 )
 
-NUMBERS = (math.nan, math.inf, -math.inf, -1, 0, 1e-45, 1e-320, 1e308, 10**20, -(10**20), 2**31, 2**63, 2.5)
+NUMBERS = (
+    math.nan, math.inf, -math.inf, -1, 0, 1, 0.5, 2.5, 1e-45, 1e-300, 1e-320, 1e308, 10**20, -(10**20), 2**31, 2**63,
+)  # fmt: skip
 INNER = (AttentionConfig, RotaryConfig, ModelConfig, TrainerConfig, CallbacksConfig, LoRAConfig, GroupConfig, Sampling)
 CONFIGS = list(dict.fromkeys((*SCHEMAS.values(), ExplainConfig, *INNER)))
 
@@ -43,6 +45,23 @@ NEEDED = {
     TrainConfig: dict(
         data=StdlibConfig(), tokenizer=BPEConfig(), optimizer=MuonConfig(), schedule=WSDConfig(), logger=LoggerConfig()
     ),
+}
+
+
+# Settings without which another has no use: it is then refused for that, and not for its number.
+USED_WITH = {
+    "length_penalty": {"beams": 2},
+    "draft_tokens": {"draft": "a"},
+    "factor": {"scaling": "linear"},
+    "original_length": {"scaling": "yarn"},
+    "slow": {"scaling": "yarn"},
+    "fast": {"scaling": "yarn"},
+    "attention_factor": {"scaling": "yarn"},
+    "buffer": {"streaming": True},
+    "checkpoint_blocks": {"gradient_checkpointing": "full"},
+    "alpha": {"rank": 1},
+    **{name: {"pattern": ["bigbird"]} for name in ("window", "global_tokens", "block", "random_blocks")},
+    **{name: {"pattern": ["fixed"]} for name in ("stride", "summary")},
 }
 
 
@@ -70,6 +89,13 @@ def numeric(config: type) -> list[Field]:
     return [f for f in fields(config) if with_number(hints[f.name], 1) is not None]
 
 
+def test_no_config_and_no_number_is_left_out():
+    inside = {field.type for config in CONFIGS for field in fields(config) if is_dataclass(field.type)}
+    assert inside <= set(CONFIGS)
+    assert sum(len(numeric(config)) for config in CONFIGS) > 100
+    assert [field.name for field in numeric(GroupConfig)] == ["lr", "weight_decay"]
+
+
 def test_every_number_of_every_config_is_taken_or_named():
     tried = 0
     for config in CONFIGS:
@@ -77,7 +103,8 @@ def test_every_number_of_every_config_is_taken_or_named():
         config(**needed(config))
         for field in numeric(config):
             for number in NUMBERS:
-                refusal = refused(config, {field.name: with_number(hints[field.name], number)})
+                used_with = {k: v for k, v in USED_WITH.get(field.name, {}).items() if k in hints}
+                refusal = refused(config, used_with | {field.name: with_number(hints[field.name], number)})
                 if refusal is not None:
                     assert field.name in refusal, (config, field.name, number, refusal)
                     assert "\n" not in refusal

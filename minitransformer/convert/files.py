@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
@@ -88,10 +89,15 @@ def pack_use(folder: Path, archive: Path) -> None:
 
 
 def unpack_use(archive: Path, folder: Path) -> None:
-    """Raises ConvertError when the archive is damaged."""
+    """Take out those of USE_FILES; an archive of a stranger's may hold more, such as code or a pickle.
+
+    Raises:
+        ConvertError: the archive is damaged.
+    """
     try:
         with ZipFile(archive) as file:
-            file.extractall(folder)
+            known = [name for name in file.namelist() if any(fnmatchcase(name, pattern) for pattern in USE_FILES)]
+            file.extractall(folder, known)
     except BadZipFile as error:
         raise ConvertError(f"{archive} is damaged: {error}") from None
 

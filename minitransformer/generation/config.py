@@ -3,8 +3,7 @@
 from dataclasses import MISSING, dataclass, field, fields
 
 from minitransformer.model.checks import at_least, choose, count, finite, fraction, positive
-from minitransformer.overrides import VERBATIM
-from minitransformer.words import with_line_ends
+from minitransformer.words import VERBATIM, with_line_ends
 
 OVERFLOWS = ("error", "slide", "extend")
 OUTPUTS = ("text", "json")

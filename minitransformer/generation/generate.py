@@ -199,7 +199,7 @@ def generate_rows(
             refuse_nothing(adjusted[[not row.finish for row in rows]])
         uniform = torch.cat([torch.rand(1, generator=generator) for generator in generators]).to(logits.device)
         new = sample(adjusted, sampling, uniform)
-        log_probs = -F.cross_entropy(logits.float(), new, reduction="none")
+        log_probs = -F.cross_entropy(logits.float(), new, reduction="none").cpu()  # checked there: a GPU waits once
         refuse_nan(log_probs)
         made += 1
         for row, token, log_prob in zip(rows, new.tolist(), log_probs.tolist(), strict=True):

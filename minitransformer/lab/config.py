@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 
 from minitransformer.model.checks import count
-from minitransformer.overrides import VERBATIM
+from minitransformer.words import VERBATIM
 
 
 @dataclass

@@ -13,7 +13,7 @@ from minitransformer.data.config import PretrainedConfig
 from minitransformer.generation.config import OUTPUTS
 from minitransformer.model.checks import Choice, at_least, choose, count, fraction, positive
 from minitransformer.model.config import ModelConfig
-from minitransformer.overrides import VERBATIM
+from minitransformer.words import VERBATIM
 
 
 @dataclass

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from minitransformer import Tokenizer, load
 from minitransformer.checkpoint import save_model
 from minitransformer.convert.config import ConvertConfig
 from minitransformer.convert.families import FAMILIES
+from minitransformer.convert.files import unpack_use
 from minitransformer.convert.mapping import ConvertError
 from minitransformer.convert.run import run
 from minitransformer.model.config import AttentionConfig, RotaryConfig
@@ -551,3 +553,16 @@ def test_wrong_commands_are_refused_in_one_line(command, folder, tmp_path):
     result = command("convert", f"from={folder}", "to=empty", "tokenizer_path=other.json")
     assert result.code == 0, result.err
     assert command("generate", "checkpoint=empty", "prompt=a", "max_new_tokens=3").code == 0
+
+
+def test_only_files_that_describe_a_use_are_taken_out_of_an_archive(tmp_path):
+    archive, out = tmp_path / "hugging_face.zip", tmp_path / "out"
+    with ZipFile(archive, "w") as file:
+        for name in ("config.json", "tokenizer.json", "modeling_own.py", "pytorch_model.bin", "../LICENSE"):
+            file.writestr(name, "{}")
+    unpack_use(archive, out)
+    assert {path.name for path in out.iterdir()} == {"config.json", "tokenizer.json"}
+    assert not (tmp_path / "LICENSE").exists()
+    archive.write_bytes(b"none")
+    with pytest.raises(ConvertError, match=r"hugging_face\.zip is damaged"):
+        unpack_use(archive, out)
