@@ -25,7 +25,7 @@ from minitransformer.training import logging
 from minitransformer.training.pictures import attention_picture
 from tests.conftest import ROOT, SMALL
 from tests.training.test_training import TEXT, metrics
-from tests.training.wandb_file import OfflineRun
+from tests.training.wandb_file import OfflineRun, records
 from tests.training.wandb_server import Server
 
 # W&B's own threads outlive a server that is gone.
@@ -174,6 +174,19 @@ def test_an_offline_run_that_goes_on_adds_to_what_it_has(command, workdir):
     earlier = f"resume={run / 'checkpoints/step-00000004.ckpt'}"
     assert command("train", *settings, "trainer.max_steps=8", earlier).code == 0
     assert list(offline_run(run).history) == [2, 3, 4, 6, 8]
+
+
+def test_a_file_of_wandb_that_is_still_being_written_gives_its_whole_records(command, workdir, tmp_path):
+    assert command("train", *OFFLINE, "name=mine", "trainer.max_steps=6").code == 0
+    run = workdir / "runs/mine"
+    offline_run(run)  # has ended
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    data, whole = file.read_bytes(), [r.SerializeToString() for r in records(file)]
+    part = tmp_path / "part.wandb"
+    for end in range(7, len(data), 101):
+        part.write_bytes(data[:end])
+        found = [r.SerializeToString() for r in records(part)]
+        assert found == whole[: len(found)]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ BLOCK, HEADER = 32768, 7
 
 
 def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
+    """The records that are whole: W&B's own process may still be writing the next one."""
     data = path.read_bytes()
     assert data.startswith(b":W&B")
     at, whole = HEADER, b""
@@ -19,8 +20,11 @@ def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
             at += BLOCK - at % BLOCK
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + HEADER])  # kind: whole, first, middle, last
-        whole += data[at + HEADER : at + HEADER + length]
-        at += HEADER + length
+        end = at + HEADER + length
+        if end > len(data):
+            return
+        whole += data[at + HEADER : end]
+        at = end
         if kind in (1, 4):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(whole)
