@@ -14,7 +14,7 @@ _HOME = {
     "scaled_dot_product_attention": "model.attention",
     "sinusoidal_encoding": "model.positions",
     "Tokenizer": "data.tokenizer",
-    "load": "checkpoint",
+    "load": "run.models",
     "generate": "generation.generate",
     "generate_all": "generation.generate",
     "beam_search": "generation.beam",

@@ -120,9 +120,16 @@ def train() -> None:
             raise ValueError(f"sweep={sweep} makes several runs: write {shlex.join(_command())} -m sweep={sweep}")
         # To resume, a run is named by its directory: an earlier `resume` or `name` would contradict it.
         kept = [word for word in typed if not word.startswith(("resume=", "name="))]
+        defaults = default_settings() if config.callbacks.report else {}
+
+        def draw(run: Path) -> None:
+            from minitransformer.report.page import write
+
+            write([run], defaults)
+
         try:
             with printing_never_fails():
-                return run(config, shlex.join([*_command(), *kept]), sweep_dir, _names(typed))
+                return run(config, shlex.join([*_command(), *kept]), sweep_dir, _names(typed), draw)
         except Interrupted as stopped:
             sys.exit(stopped.code)
 
@@ -169,7 +176,11 @@ def report() -> None:
     def job(config: ReportConfig, *_: Any) -> None:
         from minitransformer.report.page import write
 
-        print(write(list(map(Path, config.runs)), config.out and Path(config.out), Path(config.runs_dir)))
+        print(
+            write(
+                list(map(Path, config.runs)), default_settings(), config.out and Path(config.out), Path(config.runs_dir)
+            )
+        )
 
     words = sys.argv[1:]
     runs = [word for word in words if "=" not in word or Path(word).is_dir()]
@@ -525,6 +536,15 @@ def compose(name: str, overrides: list[str] | None = None, return_hydra_config: 
     if not GlobalHydra.instance().is_initialized():
         hydra.initialize_config_dir(str(config_dir().absolute()), version_base="1.3")
     return hydra.compose(name, overrides, return_hydra_config)
+
+
+def default_settings() -> dict[str, Any]:
+    """Dotted names and values of the settings of `python train.py` alone."""
+    from omegaconf import OmegaConf
+
+    from minitransformer.run.directory import flat
+
+    return flat(OmegaConf.to_container(compose("train"), resolve=True))
 
 
 def options(group: str) -> list[str]:

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from minitransformer.checkpoint import read_model
 from minitransformer.data.config import BPEConfig, ByteConfig, FilesConfig, PretrainedConfig, StdlibConfig
 from minitransformer.data.documents import file_documents, files_of, stdlib_documents
 from minitransformer.data.files import COMPRESSED
@@ -30,6 +29,7 @@ from minitransformer.model.cost import (
     parameters_by_part,
     training_memory,
 )
+from minitransformer.run.models import read_model
 from minitransformer.training.config import ExplainConfig, inherit
 from minitransformer.words import duration, short, to_json
 

@@ -12,9 +12,9 @@ from omegaconf import OmegaConf, open_dict
 
 import minitransformer
 from minitransformer import Tokenizer, cli
-from minitransformer.checkpoint import checkpoints
 from minitransformer.cli import compose, config_dir, options
 from minitransformer.overrides import quoted
+from minitransformer.run.directory import checkpoints
 from minitransformer.training.config import GROUPS
 from tests.conftest import ROOT, SMALL, sentences
 

@@ -7,8 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from minitransformer.checkpoint import read_metrics
 from minitransformer.cli import compose
+from minitransformer.run.directory import read_metrics
 from tests.conftest import ROOT, SMALL, sentences
 
 # Another value of every setting of train.py. Those that by promise change no result name the test that sees them act.

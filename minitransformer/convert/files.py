@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minitransformer.checkpoint import CheckpointError, read_plain
 from minitransformer.convert.mapping import ConvertError
 from minitransformer.data.tokenizer import json_object
+from minitransformer.run.directory import CheckpointError
+from minitransformer.run.models import read_plain
 
 # What describes how a model is used, whatever it computes.
 USE_FILES = (

@@ -9,7 +9,6 @@ from tokenizers import decoders
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from minitransformer.checkpoint import MODEL_FILE, USE_FILE, CheckpointError, read_model, save_model, use_file
 from minitransformer.convert.config import ConvertConfig
 from minitransformer.convert.families import FAMILIES, GENERATION, USE, find_family
 from minitransformer.convert.files import (
@@ -25,6 +24,8 @@ from minitransformer.convert.mapping import ConvertError, Family, NoCounterpart
 from minitransformer.data.tokenizer import Tokenizer, document_tokens, named_tokens, set_template, template
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.transformer import Transformer
+from minitransformer.run.directory import MODEL_FILE, USE_FILE, CheckpointError
+from minitransformer.run.models import read_model, save_model, use_file
 
 State = dict[str, Tensor]
 

@@ -17,13 +17,14 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from minitransformer.checkpoint import latest_run, load
 from minitransformer.data.packing import Documents, TokenStream, slide
 from minitransformer.device import choose_device
 from minitransformer.evaluation.scoring import score_rows
 from minitransformer.generation.config import Sampling
 from minitransformer.generation.generate import generate_all
 from minitransformer.model.checks import choose
+from minitransformer.run.models import load
+from minitransformer.run.names import latest_run
 
 SETTINGS = ("checkpoint", "runs_dir", "batch_size", "device")
 

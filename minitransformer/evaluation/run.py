@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from minitransformer.checkpoint import atomic_write, latest_run, load, read_starts
 from minitransformer.data.config import SOURCES, DataConfig
 from minitransformer.data.documents import Corpus, Document, load_corpus
 from minitransformer.data.files import TABLES, expand
@@ -22,6 +21,9 @@ from minitransformer.device import choose_device
 from minitransformer.evaluation.config import EvaluateConfig
 from minitransformer.evaluation.scoring import evaluate, lengthened, loss_by_position
 from minitransformer.model.quantize import quantize_int8
+from minitransformer.run.directory import atomic_write, read_starts
+from minitransformer.run.models import load
+from minitransformer.run.names import latest_run
 from minitransformer.words import to_json
 
 TABLE_ROWS = 32  # of losses by position, at most

@@ -6,7 +6,7 @@ import torch
 
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.config import DRAWING, Sampling
-from minitransformer.generation.generate import Continuation, Row, evaluating, fitting, prefill
+from minitransformer.generation.decode import Continuation, Row, evaluating, fitting, prefill
 from minitransformer.generation.sampling import adjust, refuse_nan, refuse_nothing
 from minitransformer.model.transformer import Transformer
 

@@ -8,17 +8,19 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from minitransformer.checkpoint import latest_run, load
 from minitransformer.data.files import FileText, decoded, split_documents
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.device import choose_device, keep_freed_memory
 from minitransformer.generation.beam import DRAWING, beam_search
 from minitransformer.generation.config import GenerateConfig, Sampling
-from minitransformer.generation.generate import Continuation, Row, generate_rows, score
+from minitransformer.generation.decode import Continuation, Row, generate_rows
+from minitransformer.generation.generate import score
 from minitransformer.generation.speculative import Guesses, speculate
 from minitransformer.model.product import pack_weights
 from minitransformer.model.quantize import quantize_int8
 from minitransformer.model.transformer import Transformer
+from minitransformer.run.models import load
+from minitransformer.run.names import latest_run
 from minitransformer.words import perplexity, to_json
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.generation.config import Sampling
-from minitransformer.generation.generate import Row, fitting, prefill, start_rows
+from minitransformer.generation.decode import Row, fitting, prefill, start_rows
 from minitransformer.generation.sampling import adjust, distribution, draw, refuse_nan, refuse_nothing
 from minitransformer.model.cache import KVCache
 from minitransformer.model.transformer import Transformer

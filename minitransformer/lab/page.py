@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minitransformer.data.tokenizer import Tokenizer
-from minitransformer.generation.generate import fitting
+from minitransformer.generation.decode import fitting
 from minitransformer.lab import trace as look
 from minitransformer.model.attention import scaled_dot_product_attention
 from minitransformer.model.config import BIASED_POSITIONS, ModelConfig

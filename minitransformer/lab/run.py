@@ -11,9 +11,11 @@ from urllib.parse import parse_qs, urlsplit
 from rich.console import Console
 from rich.progress import track
 
-from minitransformer.checkpoint import latest_run, load, write_page
 from minitransformer.lab.config import LabConfig
 from minitransformer.lab.page import example, exhibit, page
+from minitransformer.run.directory import write_page
+from minitransformer.run.models import load
+from minitransformer.run.names import latest_run
 
 
 def run(config: LabConfig) -> None:

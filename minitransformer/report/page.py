@@ -14,16 +14,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import minitransformer
-from minitransformer.checkpoint import (
-    OWN,
-    REPORT_FILE,
-    CheckpointError,
-    best_validation,
-    latest_run,
-    load,
-    read_held_out,
-    write_page,
-)
 from minitransformer.data.tokenizer import printable
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.cost import (
@@ -37,6 +27,9 @@ from minitransformer.model.transformer import Transformer
 from minitransformer.report.charts import Chart, Line, attention_map, chart
 from minitransformer.report.reading import Map, Piece, attention, read
 from minitransformer.report.record import Record, read_all
+from minitransformer.run.directory import OWN, REPORT_FILE, CheckpointError, best_validation, read_held_out, write_page
+from minitransformer.run.models import load
+from minitransformer.run.names import latest_run
 from minitransformer.words import duration, short
 
 SAMPLES = 8  # that are shown of a run, evenly over its steps
@@ -48,11 +41,12 @@ CURVES = {  # metric: title, is its axis logarithmic?
 }
 
 
-def write(runs: list[Path], out: Path | None = None, runs_dir: Path = Path("runs")) -> Path:
+def write(runs: list[Path], defaults: dict[str, Any], out: Path | None = None, runs_dir: Path = Path("runs")) -> Path:
     """Draw a run, or several in comparison, and return the file.
 
     Args:
         runs: run directories, or folders of them; none takes the newest run in `runs_dir`.
+        defaults: dotted names and values of the settings of `python train.py` alone.
         out: the file (None: `report.html` in the run; `comparison.html` beside the first of several; in the working
             directory where that place is read-only).
 
@@ -62,7 +56,7 @@ def write(runs: list[Path], out: Path | None = None, runs_dir: Path = Path("runs
     records = read_all(runs or [latest_run(runs_dir)])
     first = records[0].path
     if len(records) == 1:
-        name, page, default = "run.html", alone(records[0]), first / REPORT_FILE
+        name, page, default = "run.html", alone(records[0], defaults), first / REPORT_FILE
     else:
         name, page, default = "comparison.html", compared(records), first.parent / "comparison.html"
     environment = Environment(
@@ -139,7 +133,7 @@ class Reading:
     no_maps: str = ""
 
 
-def alone(record: Record) -> dict[str, Any]:
+def alone(record: Record, defaults: dict[str, Any]) -> dict[str, Any]:
     """What the page of one run shows."""
     try:
         model, tokenizer = load(record.path, say=lambda line: print(line, file=sys.stderr))
@@ -165,7 +159,7 @@ def alone(record: Record) -> dict[str, Any]:
         "n_samples": len(texts),
         "reading": reading,
         "costs": [] if model is None else costs(record, model),
-        "changed": record.changed,
+        "changed": record.changed(defaults),
         "config": OmegaConf.to_yaml(OmegaConf.load(record.path / "config.yaml")),
         "starts": [start for start in record.starts if "command" in start],
     }

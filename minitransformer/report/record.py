@@ -2,26 +2,24 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
-from minitransformer.checkpoint import (
+from minitransformer.model.checks import Choice
+from minitransformer.run.directory import (
     METRICS_FILE,
     OWN,
     CheckpointError,
-    flat,
     read_metrics,
     read_samples,
     read_settings,
     read_starts,
 )
-from minitransformer.cli import SCHEMAS, compose
-from minitransformer.model.checks import Choice
 from minitransformer.training.config import GROUPS
 
 
@@ -107,15 +105,14 @@ class Record:
         printed = re.search(pattern, str(start.get("device", "")))
         return start.get(field, printed[1] if printed else "")
 
-    @cached_property
-    def changed(self) -> list[tuple[str, Any, Any]]:
-        """(setting, value, default) where `python train.py` alone has another value.
+    def changed(self, defaults: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+        """(setting, value, default) where the run has another value than `defaults`, dotted names and values.
 
         Where another choice was made, such as another optimizer, it is named, and the defaults are its own.
         """
-        known = flat(OmegaConf.to_container(compose("train"), resolve=True))
+        known = dict(defaults)
         known = chosen(known, []) | known
-        choices = {(schema.group, schema.kind): schema for schema in SCHEMAS.values() if issubclass(schema, Choice)}
+        choices = {(choice.group, choice.kind): choice for choice in all_choices()}
         for group in GROUPS:
             if (choice := choices.get((group, self.settings.get(group)))) and choice.kind != known[group]:
                 known |= {f"{group}.{f.name}": default_of(f) for f in fields(choice) if f.name != "kind"}
@@ -158,6 +155,14 @@ def chosen(settings: dict[str, Any], starts: list[dict[str, Any]]) -> dict[str, 
     older = starts[0].get("kinds", {}) if starts else {}
     kinds = {group: kind or OLDER.get(older.get(group), older.get(group)) for group, kind in kinds.items()}
     return {group: kind for group, kind in kinds.items() if kind is not None}
+
+
+def all_choices(of: type[Choice] = Choice) -> Iterator[type[Choice]]:
+    """The dataclasses of the choices of all groups."""
+    for choice in of.__subclasses__():
+        if choice.kind:
+            yield choice
+        yield from all_choices(choice)
 
 
 def default_of(setting: Field) -> Any:

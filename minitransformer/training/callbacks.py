@@ -17,22 +17,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from minitransformer.checkpoint import (
+from minitransformer.data.datamodule import TextData
+from minitransformer.data.tokenizer import Tokenizer, printable
+from minitransformer.generation.decode import fitting
+from minitransformer.generation.generate import stream
+from minitransformer.model.transformer import Transformer
+from minitransformer.run.directory import (
     BEST_FILE,
     MODEL_FILE,
     atomic_write,
     best_validation,
     checkpoint_path,
     checkpoints,
-    forget_later,
     read_metrics,
     read_samples,
-    save_model,
 )
-from minitransformer.data.datamodule import TextData
-from minitransformer.data.tokenizer import Tokenizer, printable
-from minitransformer.generation.generate import fitting, stream
-from minitransformer.model.transformer import Transformer
+from minitransformer.run.models import save_model
+from minitransformer.run.rewind import forget_later
 from minitransformer.training.config import TrainConfig
 from minitransformer.training.module import LanguageModel
 from minitransformer.training.pictures import attention_picture

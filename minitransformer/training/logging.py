@@ -22,7 +22,9 @@ from PIL import Image
 from pydantic import ValidationError
 from rich.console import Console
 
-from minitransformer.checkpoint import (
+from minitransformer.model.checks import choose
+from minitransformer.model.config import ModelConfig
+from minitransformer.run.directory import (
     BEST_FILE,
     METRICS_FILE,
     MODEL_FILE,
@@ -34,10 +36,8 @@ from minitransformer.checkpoint import (
     read_metrics,
     read_samples,
     read_starts,
-    same_weights,
 )
-from minitransformer.model.checks import choose
-from minitransformer.model.config import ModelConfig
+from minitransformer.run.models import same_weights
 from minitransformer.training.config import WANDB_MODES, TrainConfig, WandbConfig
 
 LAST_STEP_FILE = "last-step.txt"  # beside W&B's file of a run that ended well

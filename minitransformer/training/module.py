@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minitransformer.checkpoint import HEADER, describe
 from minitransformer.data.packing import IGNORE
 from minitransformer.data.rows import Batch
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.device import known_device, peak_memory
 from minitransformer.model.cost import adapter_parameters, flops_per_token
 from minitransformer.model.transformer import Transformer
+from minitransformer.run.models import HEADER, describe
 from minitransformer.training.config import TrainConfig
 from minitransformer.training.lora import ADAPTER, fingerprint, merged
 from minitransformer.training.loss import head_cross_entropy

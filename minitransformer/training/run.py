@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,42 +28,35 @@ from rich.table import Table
 from rich.text import Text
 
 from minitransformer import __version__
-from minitransformer.checkpoint import (
+from minitransformer.data.datamodule import TextData
+from minitransformer.device import choose_device, choose_precision, keep_freed_memory, total_memory
+from minitransformer.model.config import ModelConfig
+from minitransformer.model.cost import adapter_parameters, parameter_count
+from minitransformer.model.transformer import Transformer
+from minitransformer.run.directory import (
     BEST_FILE,
-    HEADER,
     METRICS_FILE,
     MODEL_FILE,
     OWN,
     REPORT_FILE,
     SAMPLES_FILE,
     CheckpointError,
-    Rewind,
     add_start,
     atomic_write,
     best_validation,
     check_run,
     checkpoint_in_place,
     checkpoint_path,
-    describe,
     flat,
-    keep_use,
-    latest_run,
-    load,
-    new_run,
-    newest_readable,
-    point_latest,
-    read_checkpoint,
     read_metrics,
     read_settings,
     save_config,
     save_held_out,
     validated,
 )
-from minitransformer.data.datamodule import TextData
-from minitransformer.device import choose_device, choose_precision, keep_freed_memory, total_memory
-from minitransformer.model.config import ModelConfig
-from minitransformer.model.cost import adapter_parameters, parameter_count
-from minitransformer.model.transformer import Transformer
+from minitransformer.run.models import HEADER, describe, keep_use, load, newest_readable, read_checkpoint
+from minitransformer.run.names import latest_run, new_run, point_latest
+from minitransformer.run.rewind import Rewind
 from minitransformer.training.batch_size import find_batch_size
 from minitransformer.training.callbacks import (
     AtomicCheckpointIO,
@@ -94,6 +87,7 @@ def train(
     command: str = "python train.py",
     sweep_dir: Path | None = None,
     given: Sequence[str] = (),
+    draw: Callable[[Path], object] | None = None,
 ) -> float | None:
     """Train as `config` says and return the final validation loss in nats per token.
 
@@ -106,6 +100,7 @@ def train(
         command: how the user started this, for the commands that are printed.
         sweep_dir: the directory of this job when it is one of a sweep.
         given: names of the settings that the user gave, which `init_from` may contradict.
+        draw: draws the report of a run directory (None: there is no report).
 
     Raises:
         ValueError: the config or the data are wrong; nothing was written then.
@@ -231,7 +226,7 @@ def train(
             if not math.isfinite(loss := module.metrics["val/loss"]):
                 last = checkpoint_path(directory.path, config.trainer.max_steps)
                 raise DivergedError(f"the validation loss is {loss}; the state is in {last}; try a lower optimizer.lr")
-            report(config, directory.path, console)
+            report(config, directory.path, draw, console)
             for logger in trainer.loggers:  # they take what lies in the run directory by now
                 logger.log_results()
             code = 0
@@ -246,7 +241,7 @@ def train(
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
     except (Interrupted, DivergedError):
-        report(config, directory.path, console)  # the last, as who stopped the run may not wait for it
+        report(config, directory.path, draw, console)  # the last, as who stopped the run may not wait for it
         raise
     closing(console, directory.path, module, time.perf_counter() - start)
     return module.metrics["val/loss"]
@@ -502,14 +497,12 @@ def summary(console, config, run, model, data, device, precision, logging_line) 
     return facts
 
 
-def report(config: TrainConfig, run: Path, console: Console) -> None:
-    """Draw the run, from its directory alone."""
-    if not config.callbacks.report or rank_zero_only.rank:
+def report(config: TrainConfig, run: Path, draw: Callable[[Path], object] | None, console: Console) -> None:
+    """Have the run drawn, from its directory alone."""
+    if draw is None or not config.callbacks.report or rank_zero_only.rank:
         return
     try:
-        from minitransformer.report.page import write
-
-        write([run])
+        draw(run)
     except Exception as error:  # whatever it is: the model is trained and saved, and more matters than a drawing
         console.print(f"no report was drawn: {' '.join(str(error).split())}")
 

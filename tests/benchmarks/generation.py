@@ -19,7 +19,8 @@ from minitransformer import load
 from minitransformer.data.tokenizer import Tokenizer
 from minitransformer.device import keep_freed_memory
 from minitransformer.generation.config import Sampling
-from minitransformer.generation.generate import generate_rows, score
+from minitransformer.generation.decode import generate_rows
+from minitransformer.generation.generate import score
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.product import pack_weights
 from minitransformer.model.quantize import quantize_int8

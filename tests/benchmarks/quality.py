@@ -12,7 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from minitransformer.checkpoint import latest_run, read_metrics
+from minitransformer.run.directory import read_metrics
+from minitransformer.run.names import latest_run
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 

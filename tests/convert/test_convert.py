@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minitransformer import Tokenizer, load
-from minitransformer.checkpoint import save_model
 from minitransformer.convert.config import ConvertConfig
 from minitransformer.convert.families import FAMILIES
 from minitransformer.convert.files import unpack_use
 from minitransformer.convert.mapping import ConvertError
 from minitransformer.convert.run import run
 from minitransformer.model.config import AttentionConfig, RotaryConfig
+from minitransformer.run.models import save_model
 from tests.model.models import make
 
 CONFIG = dict(

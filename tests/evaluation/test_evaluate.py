@@ -14,7 +14,6 @@ import torch
 from omegaconf import OmegaConf
 
 from minitransformer import Tokenizer, load, score
-from minitransformer.checkpoint import checkpoints, read_held_out, read_metrics, save_model
 from minitransformer.data.config import (
     CSVConfig,
     DataConfig,
@@ -27,6 +26,8 @@ from minitransformer.data.config import (
 from minitransformer.evaluation.run import data_of_run
 from minitransformer.model.quantize import quantize_int8
 from minitransformer.report.reading import read
+from minitransformer.run.directory import checkpoints, read_held_out, read_metrics
+from minitransformer.run.models import save_model
 from tests.conftest import ROOT, SMALL, sentences, with_start
 
 

@@ -18,8 +18,8 @@ from lm_eval.utils import get_rolling_token_windows
 from tokenizers import Tokenizer as Backend
 
 from minitransformer import Tokenizer, generate, load, score
-from minitransformer.checkpoint import save_model
 from minitransformer.evaluation.harness import HarnessModel
+from minitransformer.run.models import save_model
 from tests.conftest import ROOT, sentences, with_start
 from tests.model.models import make
 

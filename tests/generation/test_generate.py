@@ -16,7 +16,8 @@ from minitransformer import (
     score,
 )
 from minitransformer.generation.config import Sampling
-from minitransformer.generation.generate import PREFILL_TOKENS, Row, prefill, stream
+from minitransformer.generation.decode import PREFILL_TOKENS, Row, prefill
+from minitransformer.generation.generate import stream
 from minitransformer.generation.speculative import speculate
 from minitransformer.model import product
 from minitransformer.model.config import KINDS, PATTERNS, POSITIONS, AttentionConfig

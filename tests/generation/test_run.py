@@ -150,9 +150,9 @@ def test_a_prompt_loop(generating, monkeypatch):
 
 
 def test_ctrl_c_ends_with_what_was_made(generating, monkeypatch):
-    from minitransformer.generation import generate
+    from minitransformer.generation import decode
 
-    sample, drawn = generate.sample, []
+    sample, drawn = decode.sample, []
 
     def interrupted(*arguments):
         drawn.append(1)
@@ -160,7 +160,7 @@ def test_ctrl_c_ends_with_what_was_made(generating, monkeypatch):
             raise KeyboardInterrupt
         return sample(*arguments)
 
-    monkeypatch.setattr(generate, "sample", interrupted)
+    monkeypatch.setattr(decode, "sample", interrupted)
     result = generating("prompt='Ann '", "output=json")
     assert result.code == 130
     assert len(json.loads(result.out)["tokens"]) == 3

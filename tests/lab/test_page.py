@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from minitransformer import Tokenizer
-from minitransformer.checkpoint import save_model
 from minitransformer.lab import run as lab
 from minitransformer.lab.config import LabConfig
 from minitransformer.lab.page import (
@@ -29,6 +28,7 @@ from minitransformer.lab.page import (
     visible,
 )
 from minitransformer.model.config import ModelConfig
+from minitransformer.run.models import save_model
 from tests.conftest import ROOT, as_a_user_without_rights, sentences
 from tests.model.models import make
 

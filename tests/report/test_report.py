@@ -15,23 +15,22 @@ import torch
 from omegaconf import OmegaConf
 
 from minitransformer import ModelConfig, Tokenizer, Transformer, get_attention_weights, score
-from minitransformer.checkpoint import (
-    MODEL_FILE,
-    add_metrics,
-    add_sample,
-    add_start,
-    load,
-    read_held_out,
-    read_metrics,
-    read_starts,
-    save_held_out,
-    save_model,
-)
-from minitransformer.cli import compose, options
+from minitransformer.cli import compose, default_settings, options
 from minitransformer.explain import explain
 from minitransformer.report import page as pages
 from minitransformer.report.reading import attention, read, shown
 from minitransformer.report.record import Record
+from minitransformer.run.directory import (
+    MODEL_FILE,
+    add_metrics,
+    add_sample,
+    add_start,
+    read_held_out,
+    read_metrics,
+    read_starts,
+    save_held_out,
+)
+from minitransformer.run.models import load, save_model
 from minitransformer.words import short
 from tests.conftest import SMALL, as_a_user_without_rights, sentences, with_start
 
@@ -89,7 +88,7 @@ def run(tmp_path_factory, tokenizer) -> Path:
         tmp_path_factory.mktemp("runs") / "a <b>run &amp;", model=make_model(tokenizer), tokenizer=tokenizer,
         text=sentences(4) + HOSTILE + sentences(9),
     )  # fmt: skip
-    pages.write([path])
+    pages.write([path], default_settings())
     return path
 
 
@@ -265,7 +264,7 @@ def changed(path: Path, *overrides: str) -> dict[str, tuple]:
     composed = compose("train", list(overrides))
     (path / "config.yaml").write_text(OmegaConf.to_yaml(asdict(OmegaConf.to_object(composed))))
     add_metrics(path, 1, {"train/loss": 1.0})
-    return {name: (value, default) for name, value, default in Record.read(path).changed}
+    return {name: (value, default) for name, value, default in Record.read(path).changed(default_settings())}
 
 
 def test_the_default_run_changes_nothing(tmp_path):
@@ -310,7 +309,7 @@ def test_a_run_of_an_older_version_names_its_choices(tmp_path):
     assert {group: record.settings.get(group) for group in kinds} == kinds | {
         "data": "text", "schedule": "inverse_sqrt"
     }  # fmt: skip
-    assert record.changed == [
+    assert record.changed(default_settings()) == [
         ("data", "text", "stdlib"), ("schedule", "inverse_sqrt", "wsd"), ("data.files", ["a.txt"], [])
     ]  # fmt: skip
 
@@ -398,7 +397,7 @@ def test_a_run_that_is_stopped_is_drawn_too(command, workdir, monkeypatch):
 @pytest.mark.parametrize("width", [360, 1280])
 def test_pages_fit_and_follow_the_scheme(width, scheme, run, others, browser_page):
     """No error, no request (the fixture's part), no scrolling sideways; ink and paper apart in both schemes."""
-    for file in (run / "report.html", pages.write(others)):
+    for file in (run / "report.html", pages.write(others, default_settings())):
         assert file.stat().st_size < 5e6
         page = browser_page(file, width=width, scheme=scheme)
         assert page.evaluate("document.documentElement.scrollWidth") == width
@@ -483,7 +482,7 @@ def test_pointing_at_a_token_and_at_a_square(run, browser_page):
 def test_linear_attention_has_no_maps_and_says_so(tmp_path, tokenizer):
     model = make_model(tokenizer, attention={"kind": "elu"})
     run = make_run(tmp_path / "run", model=model, tokenizer=tokenizer, text="Ann sees.")
-    text = pages.write([run]).read_text(encoding="utf-8")
+    text = pages.write([run], default_settings()).read_text(encoding="utf-8")
     assert "attention is linear (model.attention.kind=elu)" in text
     assert 'class="map"' not in text
     assert text.count('class="t"') > 1
@@ -493,7 +492,7 @@ def test_tokens_under_maps_stay_what_they_are(tmp_path):
     """Dollars are no formula, nor is a colour's name a colour, nor a bracket a tag; labels show them in their order."""
     tokenizer = Tokenizer.bytes()
     run = make_run(tmp_path / "run", model=make_model(tokenizer), tokenizer=tokenizer, text='$\\frac<b>&"$ #0000f0')
-    svg = pages.write([run]).read_text(encoding="utf-8").split('class="map"')[1].split("</svg>")[0]
+    svg = pages.write([run], default_settings()).read_text(encoding="utf-8").split('class="map"')[1].split("</svg>")[0]
     labels = [html.unescape(found) for found in re.findall(r"<text[^>]*>([^<]*)</text>", svg)]
     assert labels[1:20] == list('$\\frac<b>&"$␣#0000f')
     assert labels[1:20] == labels[21:40]
@@ -504,13 +503,13 @@ def test_a_model_that_came_to_nothing_is_said_so(tmp_path, tokenizer, browser_pa
     with torch.no_grad():
         model.embedding.weight.fill_(float("nan"))
     run = make_run(tmp_path / "run", model=model, tokenizer=tokenizer, text="Ann sees.")
-    page = browser_page(pages.write([run]))
+    page = browser_page(pages.write([run], default_settings()))
     assert "outputs on held-out text are not finite" in page.inner_text("main")
     assert page.locator(".t, .map").count() == 0
 
 
 def test_a_comparison_sorts_and_shows_what_differs(others, browser_page):
-    page = browser_page(pages.write(others))
+    page = browser_page(pages.write(others, default_settings()))
     rows = [row.split("\t") for row in page.locator(".numbers tbody tr").all_inner_texts()]
     assert [row[0] for row in rows] == ["a <b>run &amp;", "middle", "worst"]
     assert [row[1] for row in rows] == [f"{55 / 30:.4f}", f"{55 / 20:.4f}", f"{55 * 3 / 30:.4f}"]
@@ -542,8 +541,8 @@ def test_long_runs_stay_small(tmp_path):
         (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         for step in range(300):
             add_sample(run, step, sentences(300))
-    assert pages.write(runs).stat().st_size < 5e6
-    assert pages.write(runs[:1]).stat().st_size < 5e6
+    assert pages.write(runs, default_settings()).stat().st_size < 5e6
+    assert pages.write(runs[:1], default_settings()).stat().st_size < 5e6
     record = Record.read(runs[0])
     svg = pages.chart("loss", [pages.Line("train", *record.curve("train/loss"))]).svg
     path = max(re.findall(r'd="([^"]+)"[^>]*--c0', svg), key=len)
@@ -585,10 +584,10 @@ def test_a_read_only_run(workdir, capsys):
     run = make_run(workdir / "runs" / "one")
     run.chmod(0o555)
     try:
-        assert as_a_user_without_rights(lambda: pages.write([run])) == []
+        assert as_a_user_without_rights(lambda: pages.write([run], default_settings())) == []
         assert f"{run} is read-only; the page goes to the working directory" in capsys.readouterr().out
         assert "training run" in Path("report.html").read_text(encoding="utf-8")
-        (error,) = as_a_user_without_rights(lambda: pages.write([run], run / "other.html"))
+        (error,) = as_a_user_without_rights(lambda: pages.write([run], default_settings(), run / "other.html"))
         assert str(error) == f"cannot write {run / 'other.html'}: Permission denied"
     finally:
         run.chmod(0o755)

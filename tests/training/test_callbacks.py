@@ -13,8 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from minitransformer.checkpoint import add_metrics, read_metrics
 from minitransformer.data.tokenizer import printable
+from minitransformer.run.directory import add_metrics, read_metrics
 from minitransformer.training.callbacks import Bar, ValidationWatch, steepest
 from tests.conftest import ROOT, SMALL
 

@@ -8,7 +8,8 @@ import sys
 import time
 from contextlib import suppress
 
-from minitransformer.checkpoint import checkpoints, read_checkpoint
+from minitransformer.run.directory import checkpoints
+from minitransformer.run.models import read_checkpoint
 from tests.conftest import ROOT, SMALL
 from tests.training.test_training import TEXT, metrics, same, weights
 

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from minitransformer.checkpoint import checkpoints, read_attention, read_metrics, read_samples
+from minitransformer.run.directory import checkpoints, read_attention, read_metrics, read_samples
 from minitransformer.training import logging
 from minitransformer.training.pictures import attention_picture
 from tests.conftest import ROOT, SMALL

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minitransformer.checkpoint import checkpoints, load, read_checkpoint, read_metrics
+from minitransformer.run.directory import checkpoints, read_metrics
+from minitransformer.run.models import load, read_checkpoint
 from minitransformer.training.config import LoRAConfig
 from minitransformer.training.lora import LoRALinear, add_adapters, fingerprint, merged
 from tests.conftest import SMALL, sentences

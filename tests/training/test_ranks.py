@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minitransformer.checkpoint import BEST_FILE, read_samples
+from minitransformer.run.directory import BEST_FILE, read_samples
 from tests.conftest import ROOT, SMALL
 from tests.training.test_training import TEXT, metrics, same, weights
 

@@ -16,17 +16,10 @@ import wandb
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from minitransformer.checkpoint import (
-    checkpoints,
-    load,
-    read_attention,
-    read_checkpoint,
-    read_metrics,
-    read_samples,
-    read_starts,
-)
 from minitransformer.model.cost import flops_per_token
 from minitransformer.model.transformer import Transformer
+from minitransformer.run.directory import checkpoints, read_attention, read_metrics, read_samples, read_starts
+from minitransformer.run.models import load, read_checkpoint
 from minitransformer.training import callbacks
 from minitransformer.training.module import LanguageModel
 from minitransformer.training.optimizers import Muon
@@ -701,7 +694,7 @@ def test_a_time_limit_saves_and_says_how_to_go_on(command, workdir, monkeypatch)
 def test_the_report_of_a_run_that_was_stopped_comes_after_all_that_matters(command, workdir, monkeypatch, why):
     """Whoever sent the signal may not wait for it: state, last lines and loggers first."""
     order = []
-    monkeypatch.setattr("minitransformer.report.page.write", lambda runs: order.append("report"))
+    monkeypatch.setattr("minitransformer.report.page.write", lambda runs, defaults: order.append("report"))
     monkeypatch.setattr("minitransformer.training.logging.RunFiles.close", lambda self, code: order.append("closed"))
     if why == "divergence":
         not_finite_at(monkeypatch, range(100))

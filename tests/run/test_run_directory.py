@@ -9,27 +9,24 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from minitransformer import ModelConfig, Tokenizer, Transformer, load
-from minitransformer.checkpoint import (
+from minitransformer.run.directory import (
     METRICS_FILE,
     SAMPLES_FILE,
     CheckpointError,
-    Rewind,
     add_metrics,
     add_sample,
     add_start,
     atomic_write,
     checkpoints,
-    latest_run,
-    new_run,
-    point_latest,
-    read_checkpoint,
     read_held_out,
     read_metrics,
     read_samples,
     read_starts,
     save_held_out,
-    save_model,
 )
+from minitransformer.run.models import read_checkpoint, save_model
+from minitransformer.run.names import latest_run, new_run, point_latest
+from minitransformer.run.rewind import Rewind
 
 
 @pytest.mark.parametrize("tie", [False, True])
