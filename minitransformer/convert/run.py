@@ -71,13 +71,13 @@ def describe(config: ModelConfig, state: State) -> str:
 
 
 def _documents(tokenizer: Tokenizer) -> str:
-    start, end, *others = map(tokenizer.backend.id_to_token, (tokenizer.start, *end_ids(tokenizer)))
+    start, end, *others = map(tokenizer.backend.id_to_token, (tokenizer.bos_id, *end_ids(tokenizer)))
     return f"documents start with {start} and end with {end}" + "".join(f", texts with {name} too" for name in others)
 
 
 def end_ids(tokenizer: Tokenizer) -> list[int]:
     """All that end a text, first the one that ends documents."""
-    return [tokenizer.boundary, *sorted(tokenizer.end_ids - {tokenizer.boundary})]
+    return [tokenizer.eos_id, *sorted(tokenizer.end_ids - {tokenizer.eos_id})]
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -218,7 +218,7 @@ def to_hugging_face(
             settings = read_json(path) if path.exists() else {}
             write_json(path, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
     ends = end_ids(tokenizer)
-    ids = {"bos_token_id": tokenizer.start, "eos_token_id": ends[0]}
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends[0]}
     written = {key: given[key] for key in USE if key in given} | family.write_config(config) | ids
     write_json(folder / "config.json", written | {"torch_dtype": str(dtype).removeprefix("torch.")})
     if not (folder / "generation_config.json").exists():

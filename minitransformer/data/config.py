@@ -246,7 +246,7 @@ class BPEConfig(TokenizerConfig):
         count("tokenizer.vocab_size", self.vocab_size, 1, 2**24)
         if self.vocab_size < 257:
             raise ValueError(
-                f"tokenizer.vocab_size={self.vocab_size} is too small; 256 bytes and the boundary token need 257"
+                f"tokenizer.vocab_size={self.vocab_size} is too small; 256 bytes and the EOS token need 257"
             )
 
 

@@ -1,8 +1,8 @@
 """Documents into rows of fixed length: pure functions on arrays.
 
-All documents lie end to end in one token stream, each with the boundary token before it and one more at the
+All documents lie end to end in one token stream, each with the end token (EOS) before it and one more at the
 very end: `0 5 6 7 0 8 9 0`. Reading the inputs of a document at its offset and its targets one further on
-gives start token + tokens against tokens + end token, with nothing stored twice.
+gives BOS + tokens against tokens + EOS, with nothing stored twice.
 """
 
 from dataclasses import dataclass, replace
@@ -16,17 +16,17 @@ IGNORE = -100  # the target of a place that holds no token, or that no loss is t
 class TokenStream:
     """The ids of documents that lie end to end, (n,) of any integer type.
 
-    boundary: the id before each document and after the last, which ends a document as a target. start: the id that
-    starts a document as an input, where the stream holds the boundary.
+    eos_id: the id before each document and after the last, which ends a document as a target. bos_id: the id that
+    starts a document as an input, where the stream holds EOS.
     """
 
     ids: np.ndarray
-    boundary: int
-    start: int
+    eos_id: int
+    bos_id: int
 
     def inputs(self, places: np.ndarray) -> np.ndarray:
         ids = self.ids[places].astype(np.int64)
-        return np.where(ids == self.boundary, self.start, ids)
+        return np.where(ids == self.eos_id, self.bos_id, ids)
 
     def targets(self, places: np.ndarray) -> np.ndarray:
         """What follows each input."""
@@ -37,7 +37,7 @@ class TokenStream:
 class Documents:
     """Some of the documents of a token stream, (n,) each.
 
-    offset: of each document's boundary token. length: its tokens, without the boundary. prefix: how many of them, from
+    offset: of each document's EOS token before it. length: its tokens, without EOS. prefix: how many of them, from
     the start, are read and no target.
     """
 

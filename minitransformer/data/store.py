@@ -28,8 +28,8 @@ BATCH = 2**22  # characters that are encoded at once
 class TokenFile(TokenStream):
     """A stream in a file, mapped into memory. It is opened where it is used: a worker process gets its path alone."""
 
-    def __init__(self, path: Path, dtype: str, boundary: int, start: int):
-        self.path, self.dtype, self.boundary, self.start = path, dtype, boundary, start
+    def __init__(self, path: Path, dtype: str, eos_id: int, bos_id: int):
+        self.path, self.dtype, self.eos_id, self.bos_id = path, dtype, eos_id, bos_id
 
     @cached_property
     def ids(self) -> np.ndarray:
@@ -123,7 +123,7 @@ def _read(entry: Path) -> Store:
     documents = Documents.of(length, prefix)
     splits = [Split(documents.take(which), int(n_bytes[which].sum())) for which in (~held_out, held_out)]
     tokenizer = Tokenizer.load(entry / "tokenizer.json")
-    tokens = TokenFile(entry / "tokens.bin", meta["dtype"], tokenizer.boundary, tokenizer.start)
+    tokens = TokenFile(entry / "tokens.bin", meta["dtype"], tokenizer.eos_id, tokenizer.bos_id)
     return Store(tokenizer, tokens, *splits, meta["limit"], meta["skipped"], meta["boms"])
 
 
@@ -243,17 +243,17 @@ def end_to_end(
                 yield False, first + piece
                 first = ""
 
-    boundary = np.array([tokenizer.boundary], dtype)
+    eos = np.array([tokenizer.eos_id], dtype)
     length, prefix, stream = array("q"), array("q"), pieces()
     while batch := list(_until(stream, BATCH)):  # many are encoded at once
         for (begins, _), ids in zip(batch, tokenizer.encode_batch([text for _, text in batch]), strict=True):
             if begins:
-                write(boundary)
+                write(eos)
                 length.append(0)
                 prefix.append(len(ids))
             length[-1] += len(ids)
             write(ids.astype(dtype))
-    write(boundary)
+    write(eos)
     return Documents.of(np.asarray(length), np.asarray(prefix))
 
 
@@ -261,7 +261,7 @@ def token_stream(documents: Iterable[Document], tokenizer: Tokenizer) -> tuple[T
     """The documents as a token stream in memory, and where each lies in it."""
     parts: list[np.ndarray] = []
     found = end_to_end(documents, tokenizer, np.dtype(np.uint32), parts.append)
-    return TokenStream(np.concatenate(parts), tokenizer.boundary, tokenizer.start), found
+    return TokenStream(np.concatenate(parts), tokenizer.eos_id, tokenizer.bos_id), found
 
 
 def _until(pieces: Iterator[tuple], size: int) -> Iterator[tuple]:

@@ -15,9 +15,9 @@ from tokenizers.models import BPE, WordLevel
 
 from minitransformer.data.sentencepiece import SPACE, bytes_of, is_sentencepiece, without_prefix
 
-BOUNDARY = "<|endoftext|>"  # stands before each document and after the last; its id starts and ends a text
+EOS_TOKEN = "<|endoftext|>"  # stands before each document and after the last; its id starts and ends a text
 # What others call it; of those that a pretrained tokenizer has, the first special token is taken.
-BOUNDARIES = (BOUNDARY, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+EOS_TOKENS = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 PIECE = 2**14  # characters that are encoded at once; a longer text is cut
 PROBE = '  It\'s naïve, 李 said:\r\n\t"🦉"...\n\n 42\u2028\x00\ufeff e\u0301 '  # text that lossy tokenizers change
 
@@ -56,13 +56,13 @@ def special_tokens(backend: Backend) -> dict[str, int]:
 
 
 def document_tokens(backend: Backend) -> tuple[str | None, str | None]:
-    """The tokens that start and end a document: the post-processor's, or the first of BOUNDARIES that is there.
+    """The tokens that start and end a document: the post-processor's, or the first of EOS_TOKENS that is there.
 
     Special tokens go before others: Gemma's </s> is a tag of HTML.
     """
     start, end = template(backend)
     special = special_tokens(backend)
-    known = [name for name in BOUNDARIES if backend.token_to_id(name) is not None]
+    known = [name for name in EOS_TOKENS if backend.token_to_id(name) is not None]
     known = [name for name in known if name in special] or known
     end = end or next(iter(known), None)
     return start or end, end
@@ -125,10 +125,10 @@ def _of_the_hub(name: str) -> Path:
 class Tokenizer:
     """Ids of text; `decode(encode(text)) == text` for every text that can be encoded.
 
-    boundary: the id of the token that ends documents, and starts them; no text encodes to it.
-    start: the id of the token that starts documents, where that is another: the one that the post-processor of
-        tokenizer.json puts before a text, such as Llama 3's <|begin_of_text|>. It may also name the boundary.
-    end_ids: all ids that end a text in generation, the boundary among them: a model for chats has several.
+    eos_id: the id of the token that ends documents. No text encodes to it.
+    bos_id: the id of the token that starts documents. It is the one that the post-processor of tokenizer.json puts
+        before a text, such as Llama 3's <|begin_of_text|>; otherwise it is eos_id.
+    end_ids: all ids that end a text in generation, eos_id among them. A chat model has several.
     special: the special tokens by name. No text encodes to one.
     token_bytes: the bytes that each id stands for, none for special tokens.
     prefix: what a tokenizer of SentencePiece's kind reads before a text, a space, or nothing.
@@ -140,14 +140,14 @@ class Tokenizer:
             self._json = backend.to_str()
             backend, self.prefix = without_prefix(backend)
             self._space = [backend.token_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
-        backend.encode_special_tokens = True  # text that looks like the boundary token stays text
+        backend.encode_special_tokens = True  # text that looks like EOS stays text
         self.backend = backend
         vocabulary = backend.get_vocab()
-        start, boundary = document_tokens(backend)
-        if start is None or boundary is None:
-            raise ValueError(f"the tokenizer has none of {', '.join(BOUNDARIES)}, which start and end documents")
-        self.start, self.boundary = vocabulary[start], vocabulary[boundary]
-        self.end_ids = frozenset({self.boundary, *end_ids})
+        bos, eos = document_tokens(backend)
+        if bos is None or eos is None:
+            raise ValueError(f"the tokenizer has none of {', '.join(EOS_TOKENS)}, which start and end documents")
+        self.bos_id, self.eos_id = vocabulary[bos], vocabulary[eos]
+        self.end_ids = frozenset({self.eos_id, *end_ids})
         self.special = special_tokens(backend)
         self.characters = set(vocabulary) - set(self.special) if isinstance(backend.model, WordLevel) else None
         added = backend.get_added_tokens_decoder()
@@ -204,7 +204,7 @@ class Tokenizer:
         """A tokenizer of others, made lossless.
 
         start: the token that starts a document, where its own post-processor puts none before a text.
-        ends: the tokens that end a text, first the one that ends documents (none: found by name, see BOUNDARIES).
+        ends: the tokens that end a text, first the one that ends documents (none: found by name, see EOS_TOKENS).
 
         Raises:
             ValueError: it would lose some text, or no token ends documents.
@@ -244,18 +244,18 @@ class Tokenizer:
 
     @classmethod
     def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), at most `vocab_size` ids with the boundary.
+        """Byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), at most `vocab_size` ids with EOS.
 
         Raises:
-            ValueError: `vocab_size` cannot hold the 256 bytes and the boundary token.
+            ValueError: `vocab_size` cannot hold the 256 bytes and the EOS token.
         """
         if vocab_size < 257:
-            raise ValueError(f"tokenizer.vocab_size={vocab_size} is too small; 256 bytes and the boundary need 257")
+            raise ValueError(f"tokenizer.vocab_size={vocab_size} is too small; 256 bytes and EOS need 257")
         backend = Backend(BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[BOUNDARY],
+            special_tokens=[EOS_TOKEN],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
@@ -264,18 +264,18 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
-        """One id a byte of UTF-8, and the boundary: 257 ids for any text."""
+        """One id a byte of UTF-8, and EOS:"""
         return cls.train_bpe([], vocab_size=257)
 
     @classmethod
     def train_characters(cls, texts: Iterable[str]) -> "Tokenizer":
-        """One id a character of `texts`, in code-point order after the boundary. Others are refused by `encode`."""
+        """One id a character of `texts`, in code-point order after EOS. Others are refused by `encode`."""
         found = set()
         for text in texts:
             found.update(text)
-        backend = Backend(WordLevel({BOUNDARY: 0} | {c: i for i, c in enumerate(sorted(found), start=1)}))
+        backend = Backend(WordLevel({EOS_TOKEN: 0} | {c: i for i, c in enumerate(sorted(found), start=1)}))
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        backend.add_special_tokens([BOUNDARY])
+        backend.add_special_tokens([EOS_TOKEN])
         return cls(backend)
 
     # Storing it ------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class Tokenizer:
     # Using it --------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text, without boundary.
+        """Ids of the text, without BOS and EOS.
 
         Raises:
             ValueError: the text cannot be written as UTF-8, or has characters that a character tokenizer does not know
@@ -311,12 +311,12 @@ class Tokenizer:
 
     def encode_document(self, text: str, end: bool = False) -> list[int]:
         """Ids of a text that is read from its start, such as a prompt: the start token, those of the text, and the
-        boundary if the text ends there.
+        EOS if the text ends there.
 
         Raises:
             ValueError: as `encode`.
         """
-        return [self.start, *self.encode(text), *([self.boundary] if end else [])]
+        return [self.bos_id, *self.encode(text), *([self.eos_id] if end else [])]
 
     def _encode(self, text: str) -> list[int]:
         """Ids of any stretch of text."""
@@ -361,7 +361,7 @@ class Tokenizer:
         return np.array([self.token_bytes.index(bytes([byte])) for byte in range(256)])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids from a text's start; boundaries vanish, bytes that are not UTF-8 become U+FFFD.
+        """The text of ids from a text's start; special tokens vanish, bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             ValueError: an id is outside the vocabulary.

@@ -79,7 +79,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self.words.boundary
+        return self.words.eos_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -102,7 +102,7 @@ class HarnessModel(TemplateLM):
         rows = slide(documents, length, length)
         log_prob, greedy = np.zeros(len(texts)), np.ones(len(texts), bool)
         ids = np.concatenate([np.array(ids, np.int64) for ids in texts])
-        stream = TokenStream(ids, self.words.boundary, self.words.start)
+        stream = TokenStream(ids, self.words.eos_id, self.words.bos_id)
         of_row = np.searchsorted(documents.offset, rows.start, side="right") - 1
         with tqdm(total=len(rows), disable=disable_tqdm) as bar:
             for index, counted, nats, likeliest in score_rows(
@@ -126,7 +126,7 @@ class HarnessModel(TemplateLM):
             if not new:
                 pair = f"the continuation {continuation!r} of {context[-20:]!r}"
                 raise ValueError(f"{pair} has no token of its own that could be scored")
-            pairs.append((request.args, known or [self.words.start], new))
+            pairs.append((request.args, known or [self.words.bos_id], new))
         return self._loglikelihood_tokens(pairs, disable_tqdm)
 
     def _loglikelihood_tokens(

@@ -71,7 +71,7 @@ def score_rows(
         arrays = fill(stream, rows, index, int(rows.length[index[0]]))
         tokens, positions, targets = (torch.from_numpy(array).to(device) for array in arrays)
         counted = targets != IGNORE
-        found = score_targets(model, model.features(tokens, positions)[0][counted], targets[counted], vocab_size)
+        found = score_targets(model, model.hidden_states(tokens, positions)[0][counted], targets[counted], vocab_size)
         where = counted.cpu().numpy()
         nats, likeliest = np.zeros(where.shape), np.zeros(where.shape, bool)
         nats[where], likeliest[where] = (values.cpu().numpy() for values in found)

@@ -46,7 +46,7 @@ def beam_search(
     n_new = fitting(model, len(ids), max_new_tokens)
     assert n_new is not None
     with evaluating(model):
-        cache, last = prefill(model, [ids], tokenizer.boundary, len(ids) + n_new - 1)
+        cache, last = prefill(model, [ids], tokenizer.eos_id, len(ids) + n_new - 1)
     cache.repeat(beams)
     last = last.repeat(beams, 1)
     # All beams are alike at first: one of them may speak.
@@ -91,7 +91,7 @@ def beam_search(
             if made < n_new:
                 cache.reorder(torch.tensor([beam for _, beam, _ in grown], device=last.device))
                 new = torch.tensor([[row.tokens[-1]] for row in open_rows], device=last.device)
-                last = model.features(new, cache=cache)[0][:, -1]
+                last = model.hidden_states(new, cache=cache)[0][:, -1]
     for total, _, row in grown:
         if total > float("-inf"):
             row.end("time" if late else "length")

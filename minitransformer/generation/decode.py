@@ -144,17 +144,17 @@ def start_rows(
 
 
 def prefill(
-    model: Transformer, rows: list[list[int]], boundary: int, length: int, rolling: bool = True
+    model: Transformer, rows: list[list[int]], padding_id: int, length: int, rolling: bool = True
 ) -> tuple[KVCache, Tensor]:
     """A cache with room for `length` tokens that has read the rows, left-padded, and the features of their last."""
     device, longest = model.embedding.weight.device, max(map(len, rows))
-    tokens = torch.tensor([[boundary] * (longest - len(ids)) + ids for ids in rows], device=device)
+    tokens = torch.tensor([[padding_id] * (longest - len(ids)) + ids for ids in rows], device=device)
     padding = torch.tensor([longest - len(ids) for ids in rows], device=device)
     positions = (torch.arange(longest, device=device) - padding[:, None]).clamp(min=-1)
     cache = model.new_cache(len(rows), length, rolling)
     at_once = max(1, PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cuda"]) // len(rows))
     for piece, places in zip(tokens.split(at_once, 1), positions.split(at_once, 1), strict=True):
-        features = model.features(piece, places, cache)[0]
+        features = model.hidden_states(piece, places, cache)[0]
     return cache, features[:, -1]
 
 
@@ -187,7 +187,7 @@ def generate_rows(
     if overflow == "slide":
         ids = [i[-limit:] for i in ids]
     room = limit if overflow == "slide" else max(map(len, ids)) + (n_new or 1) - 1
-    cache, last = prefill(model, ids, tokenizer.boundary, room)
+    cache, last = prefill(model, ids, tokenizer.eos_id, room)
     if num_samples > 1:
         cache.repeat(num_samples)
         last = last.repeat_interleave(num_samples, 0)
@@ -215,9 +215,9 @@ def generate_rows(
         if overflow == "slide" and cache.length == limit:
             # Full: the newest half of each row is read again, as if the text had begun there.
             kept = [(row.prompt_ids + row.tokens)[-max(1, limit // 2) :] for row in rows]
-            cache, last = prefill(model, kept, tokenizer.boundary, limit)
+            cache, last = prefill(model, kept, tokenizer.eos_id, limit)
         else:
-            last = model.features(new[:, None], cache=cache)[0][:, -1]
+            last = model.hidden_states(new[:, None], cache=cache)[0][:, -1]
 
 
 @contextmanager

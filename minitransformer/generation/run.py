@@ -180,7 +180,7 @@ def show_score(found: Continuation, tokenizer: Tokenizer, output: str) -> None:
     for token, log_prob in zip(found.tokens, found.log_probs, strict=True):
         print(
             f"{log_prob:9.4f}  {tokenizer.token_bytes[token].decode('utf-8', 'replace')!r}"
-            if token != tokenizer.boundary
+            if token != tokenizer.eos_id
             else f"{log_prob:9.4f}  end"
         )
     print("  ".join(f"{name} {value:.4f}" for name, value in summary.items() if value is not None))

@@ -67,7 +67,7 @@ def speculate(
         if number % num_samples == 0:  # the prompt is read once for all of its samples
             length = len(row.prompt_ids) + n_new
             readable = [(one, row.prompt_ids[: one.config.max_seq_len]) for one in (model, draft)]
-            caches = [prefill(one, [ids], tokenizer.boundary, length, rolling=False)[0] for one, ids in readable]
+            caches = [prefill(one, [ids], tokenizer.eos_id, length, rolling=False)[0] for one, ids in readable]
         for cache in caches:
             cache.truncate(min(cache.length, len(row.prompt_ids) - 1))  # the next pass begins with the last token
 
@@ -75,7 +75,7 @@ def speculate(
             """Logits of the last n places after the row and the guesses, and what would be drawn from there: (n, V)."""
             made = row.tokens + guessed
             fresh = (row.prompt_ids + made)[cache.length :]
-            x = one.features(torch.tensor([fresh], device=device), cache=cache)[0][0, -n:]
+            x = one.hidden_states(torch.tensor([fresh], device=device), cache=cache)[0][0, -n:]
             logits = one.logits(x)[:, : tokenizer.vocab_size].float()
             refuse_nan(logits)
             so_far = [made[: len(made) - i] for i in reversed(range(n))]

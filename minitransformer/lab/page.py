@@ -127,11 +127,11 @@ def exhibit(
         "ids": ids,
         "first": {"layer": layer, "head": head, "query": len(ids) - 1},
         "prompt": prompt,
-        "vocabulary": {i: visible(tokenizer.token_bytes[i]) if i != tokenizer.boundary else "⟨end⟩" for i in named},
+        "vocabulary": {i: visible(tokenizer.token_bytes[i]) if i != tokenizer.eos_id else "⟨end⟩" for i in named},
         "heads": config.n_heads,
         "kvHeads": config.kv_heads,
         "linear": config.attention.kind != "softmax",
-        "softCap": config.attention.soft_cap,
+        "softCap": config.attention.softcap,
         "notes": {"project": project_note(config), "masks": [mask_note(config, i) for i in range(config.n_layers)]},
         "layers": [shown_layer(one) for one in seen.layers],
         "rollout": packed(look.rollout(seen.weights)),
@@ -166,7 +166,7 @@ def affordable(config: ModelConfig, n: int, explain: int) -> int:
 def measures(model: Transformer, tokenizer: Tokenizer, seen: look.Trace) -> dict:
     """Columns of the table of heads, (n_layers, H) each."""
     found = look.head_measures(seen.weights, seen.tokens)
-    noise = look.induction_on_noise(model, tokenizer.start, tokenizer.vocab_size)
+    noise = look.induction_on_noise(model, tokenizer.bos_id, tokenizer.vocab_size)
     return {name: packed(x) for name, x in found.items()} | ({} if noise is None else {"noise": packed(noise)})
 
 

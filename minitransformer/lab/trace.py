@@ -58,16 +58,16 @@ def trace(model: Transformer, tokens: Tensor) -> Trace:
     layers: list[AttentionTrace] = []
 
     def keep(attention, args, kwargs, result):
-        (x, visibility), layer, position = args, kwargs["layer"], kwargs["position"]
-        q, k, v = attention.project(x, visibility.rotation(position))
+        (x, attention_mask), layer, position = args, kwargs["layer"], kwargs["position"]
+        q, k, v = attention.project(x, attention_mask.rotation(position))
         bias = None
         if isinstance(attention, LinearAttention):
-            q, k = attention.features(q), attention.features(k)
+            q, k = attention.feature_map(q), attention.feature_map(k)
         elif position.biased:
-            bias = position.bias(layer, q, visibility.query_positions, visibility.key_positions)[0]
+            bias = position.bias(layer, q, attention_mask.query_positions, attention_mask.key_positions)[0]
             q = position.shift_query(layer, q)
         output = mixed[layer][0].unflatten(-1, (attention.n_heads, -1)).transpose(0, 1)
-        layers.append(AttentionTrace(q[0], k[0], v[0], visibility.dense[0, 0], bias, result[1][0], output))
+        layers.append(AttentionTrace(q[0], k[0], v[0], attention_mask.dense[0, 0], bias, result[1][0], output))
 
     hooks = [model.blocks[0].register_forward_pre_hook(lambda block, args: streams.append(args[0][0]))]
     for block in model.blocks:
@@ -117,7 +117,7 @@ def integrated_gradients(
     from captum.attr import LayerIntegratedGradients
 
     def forward(rows: Tensor, wanted: Tensor) -> Tensor:
-        features, _ = model.features(rows, return_attention=True)  # by the reference kernel: flex has no gradients
+        features, _ = model.hidden_states(rows, return_attention=True)  # by the reference kernel: flex has no gradients
         return model.logits(features[:, -1]).gather(-1, wanted[:, None])[:, 0]
 
     rows = tokens.expand(len(targets), -1)
@@ -163,7 +163,7 @@ def head_measures(weights: Tensor, tokens: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def induction_on_noise(model: Transformer, boundary: int, vocab_size: int, length: int = 24) -> Tensor | None:
+def induction_on_noise(model: Transformer, bos_id: int, vocab_size: int, length: int = 24) -> Tensor | None:
     """The induction measure on random tokens said twice, where nothing else tells what comes next (Olsson et al. 2022).
 
     (n_layers, H); None where the model is too short for it.
@@ -173,7 +173,7 @@ def induction_on_noise(model: Transformer, boundary: int, vocab_size: int, lengt
         return None
     draw = torch.Generator().manual_seed(0)
     said = torch.randint(vocab_size, (length,), generator=draw)
-    tokens = torch.cat((torch.tensor([boundary]), said, said)).to(model.embedding.weight.device)
+    tokens = torch.cat((torch.tensor([bos_id]), said, said)).to(model.embedding.weight.device)
     _, weights = model(tokens[None], return_attention=True)
     return head_measures(torch.stack(weights)[:, 0], tokens)["induction"]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from minitransformer.model.cache import KVCache
 from minitransformer.model.config import ModelConfig
-from minitransformer.model.masks import Visibility
+from minitransformer.model.masks import AttentionMask
 from minitransformer.model.positions import PositionalEncoding, ShawEncoding, rotate
 from minitransformer.model.product import Linear
 
@@ -23,7 +23,7 @@ def scaled_dot_product_attention(
     value: Tensor,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    soft_cap: float = 0.0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """softmax(Q K^T / sqrt(d_k) + bias) V, written out (Vaswani et al. 2017, equation 1).
 
@@ -31,15 +31,15 @@ def scaled_dot_product_attention(
         query: (..., Tq, d_k); key: (..., Tk, d_k); value: (..., Tk, d_v).
         mask: bool, broadcasts to (..., Tq, Tk); True where a query may see a key.
         bias: broadcasts to (..., Tq, Tk) and is added to the scaled scores.
-        soft_cap: scaled scores pass through cap * tanh(scores / cap) first; 0 leaves them (Gemma 2, 2024).
+        softcap: scaled scores pass through cap * tanh(scores / cap) first; 0 leaves them (Gemma 2, 2024).
 
     Returns:
         the output (..., Tq, d_v) and the weights (..., Tq, Tk). A query that sees no key gets zeros.
     """
     scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5  # (..., Tq, Tk)
     scores = scores.float()
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
     if mask is None:
@@ -73,10 +73,10 @@ def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
 # Kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _attend_sliced(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, dropout: float) -> Tensor:
+def _attend_sliced(q: Tensor, k: Tensor, v: Tensor, attention_mask: AttentionMask, dropout: float) -> Tensor:
     """Attention document by document: (B, H, T, D) -> (B, H, T, D), no T x T mask anywhere."""
     batch, _, length, _ = q.shape
-    runs = visibility.slices
+    runs = attention_mask.slices
     sizes = [pieces * size for pieces, size, _ in runs]
     # One split and one cat: their backwards are a cat and a split, where slicing would fill a zero tensor each.
     queries, keys, values = (x.transpose(1, 2).flatten(0, 1).split(sizes) for x in (q, k, v))
@@ -91,10 +91,10 @@ def _attend_sliced(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, drop
     return torch.cat(outputs).unflatten(0, (batch, length)).transpose(1, 2)
 
 
-def _attend_banded(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, dropout: float) -> Tensor:
+def _attend_banded(q: Tensor, k: Tensor, v: Tensor, attention_mask: AttentionMask, dropout: float) -> Tensor:
     """Attention in bands as wide as the mask reaches: (B, H, T, D) -> (B, H, T, D), work linear in T."""
-    reach, length = visibility.mask.reach, q.shape[2]
-    allowed = visibility.bands  # (B, n, reach, 2 * reach)
+    reach, length = attention_mask.mask.reach, q.shape[2]
+    allowed = attention_mask.bands  # (B, n, reach, 2 * reach)
     padding = -length % reach
     q, k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, reach)) for x in (q, k, v))  # (B, H, n, reach, D)
     k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))
@@ -105,7 +105,9 @@ def _attend_banded(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, drop
     return output.unflatten(0, (-1, allowed.shape[1])).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
-def _attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, bias: Tensor | None, cap: float) -> Tensor:
+def _attend_flex(
+    q: Tensor, k: Tensor, v: Tensor, attention_mask: AttentionMask, bias: Tensor | None, cap: float
+) -> Tensor:
     """`flex_attention` with a block mask: blocks that nobody sees cost nothing (Dong et al. 2024)."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -116,18 +118,18 @@ def _attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, bias: 
         return s + bias[b if bias.shape[0] > 1 else 0, h if bias.shape[1] > 1 else 0, qi, ki]
 
     flex = torch.compile(flex_attention) if q.is_cuda else flex_attention
-    return flex(q, k, v, score_mod=score if bias is not None or cap else None, block_mask=visibility.block_mask)
+    return flex(q, k, v, score_mod=score if bias is not None or cap else None, block_mask=attention_mask.block_mask)
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    visibility: Visibility,
+    attention_mask: AttentionMask,
     bias: Tensor | None = None,
     kernel: str = "auto",
     dropout: float = 0.0,
-    soft_cap: float = 0.0,
+    softcap: float = 0.0,
     values_of: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention by the chosen kernel: all kernels give the same numbers.
@@ -145,8 +147,8 @@ def attend(
         ValueError: `flex` is asked for gradients on a CPU, where it has none.
     """
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    if kernel == "reference" or (kernel == "auto" and (soft_cap or values_of is not None)):
-        output, weights = scaled_dot_product_attention(q, k, v, visibility.dense, bias, soft_cap)
+    if kernel == "reference" or (kernel == "auto" and (softcap or values_of is not None)):
+        output, weights = scaled_dot_product_attention(q, k, v, attention_mask.dense, bias, softcap)
         if dropout:
             dropped = F.dropout(weights, dropout)
             output = dropped @ v
@@ -158,17 +160,17 @@ def attend(
             raise ValueError(
                 "model.attention.kernel=flex has no gradients on a CPU; train with kernel=auto, or on a GPU"
             )
-        return _attend_flex(q, k, v, visibility, bias, soft_cap), None
+        return _attend_flex(q, k, v, attention_mask, bias, softcap), None
     if bias is None:
-        if visibility.is_causal:
+        if attention_mask.is_causal:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True), None
-        if visibility.sees_all:
+        if attention_mask.sees_all:
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout), None
-        if visibility.worth_slicing(q.device):
-            return _attend_sliced(q, k, v, visibility, dropout), None
-        if visibility.worth_banding:
-            return _attend_banded(q, k, v, visibility, dropout), None
-    mask = visibility.dense
+        if attention_mask.worth_slicing(q.device):
+            return _attend_sliced(q, k, v, attention_mask, dropout), None
+        if attention_mask.worth_banding:
+            return _attend_banded(q, k, v, attention_mask, dropout), None
+    mask = attention_mask.dense
     if bias is not None:
         mask = torch.where(mask, bias.to(q.dtype), float("-inf"))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout), None
@@ -185,7 +187,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         attention = config.attention
         self.n_heads, self.n_kv_heads, self.d_head = config.n_heads, config.kv_heads, config.head_width
-        self.kernel, self.soft_cap, self.dropout = attention.kernel, attention.soft_cap, config.dropout
+        self.kernel, self.softcap, self.dropout = attention.kernel, attention.softcap, config.dropout
         self.qkv = Linear(
             config.d_model,
             (self.n_heads + 2 * self.n_kv_heads) * self.d_head,
@@ -206,7 +208,7 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        visibility: Visibility | None = None,
+        attention_mask: AttentionMask | None = None,
         position: PositionalEncoding | None = None,
         cache: KVCache | None = None,
         layer: int = 0,
@@ -216,27 +218,27 @@ class MultiHeadAttention(nn.Module):
         """(B, T, d_model) -> (B, T, d_model), and the weights (B, H, T, Tk) if asked for.
 
         Args:
-            visibility: who may see whom (None: one causal document a row).
+            attention_mask: who may see whom (None: one causal document a row).
             position: turns queries and keys, and biases the scores, as layer number `layer`.
             context: (B, Tc, d_model), another sequence that gives the keys and values; all of it is seen.
         """
         if context is not None:
             return self._cross(x, context, return_weights)
-        if visibility is None:
-            visibility = Visibility.of_rows(x)
-        q, k, v = self.project(x, None if position is None else visibility.rotation(position))
+        if attention_mask is None:
+            attention_mask = AttentionMask.of_rows(x)
+        q, k, v = self.project(x, None if position is None else attention_mask.rotation(position))
         if cache is not None:
             k, v = cache.append(layer, k, v)
         bias = values_of = None
         if position is not None and position.biased:
-            at = visibility.query_positions, visibility.key_positions
+            at = attention_mask.query_positions, attention_mask.key_positions
             bias = position.bias(layer, q, *at)
             q = position.shift_query(layer, q)
             if isinstance(position, ShawEncoding):
                 values_of = lambda weights: position.values_of(layer, weights, *at)  # noqa: E731
         kernel = "reference" if return_weights else self.kernel
         dropout = self.dropout if self.training else 0.0
-        output, weights = attend(q, k, v, visibility, bias, kernel, dropout, self.soft_cap, values_of)
+        output, weights = attend(q, k, v, attention_mask, bias, kernel, dropout, self.softcap, values_of)
         return self.output(output.transpose(1, 2).flatten(2)), weights
 
     def project(self, x: Tensor, rotation: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,8 +261,8 @@ class MultiHeadAttention(nn.Module):
         """Cross-attention: queries of x, keys and values of the context, no positions and no mask."""
         q, (_, k, v) = self.project(x, None)[0], self.project(context, None)
         k, v = repeat_heads(k, self.n_heads), repeat_heads(v, self.n_heads)
-        if return_weights or self.kernel == "reference" or self.soft_cap:
-            output, weights = scaled_dot_product_attention(q, k, v, soft_cap=self.soft_cap)
+        if return_weights or self.kernel == "reference" or self.softcap:
+            output, weights = scaled_dot_product_attention(q, k, v, softcap=self.softcap)
         else:
             output, weights = F.scaled_dot_product_attention(q, k, v), None
         return self.output(output.transpose(1, 2).flatten(2)), weights

@@ -39,6 +39,16 @@ MOST = {
 }
 
 
+# Fields by the names that earlier versions saved.
+RENAMED = {"soft_cap": "softcap", "logit_soft_cap": "logit_softcap"}
+
+
+def renamed(values: dict[str, Any]) -> dict[str, Any]:
+    """A saved config with the names of now."""
+    new = {RENAMED.get(name, name): value for name, value in values.items()}
+    return {name: renamed(value) if isinstance(value, dict) else value for name, value in new.items()}
+
+
 @dataclass
 class AttentionConfig:
     """How tokens are mixed inside every block.
@@ -53,7 +63,7 @@ class AttentionConfig:
     qk_norm: normalise queries and keys per head before they meet (Henry et al. 2020). qk_gain: and scale each of their
         dimensions by trained gains, one set for all queries of a layer and one for its keys (Qwen3, 2025).
     score_width: scores are divided by its square root (None: d_head; Gemma 2's query_pre_attn_scalar).
-    soft_cap: scores pass through cap * tanh(scores / cap); 0 leaves them (Gemma 2, 2024).
+    softcap: scores pass through cap * tanh(scores / cap); 0 leaves them (Gemma 2, 2024).
     qkv_bias, output_bias: biases of the projections (None: as `model.bias`).
     features: random features of a performer head (None: 2 * d_head).
     """
@@ -70,7 +80,7 @@ class AttentionConfig:
     qk_norm: bool = False
     qk_gain: bool = False
     score_width: float | None = None
-    soft_cap: float = 0.0
+    softcap: float = 0.0
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     features: int | None = None
@@ -86,8 +96,8 @@ class AttentionConfig:
             count(f"model.attention.{name}", getattr(self, name))
         count("model.attention.global_tokens", self.global_tokens, 0)
         count("model.attention.random_blocks", self.random_blocks, 0, 1024)
-        at_least("model.attention.soft_cap", self.soft_cap, 0)
-        finite("model.attention.soft_cap", self.soft_cap)
+        at_least("model.attention.softcap", self.softcap, 0)
+        finite("model.attention.softcap", self.softcap)
         if self.features is not None:
             count("model.attention.features", self.features, 1, 2**20)
         if self.score_width is not None:
@@ -183,7 +193,7 @@ class ModelConfig:
     dropout: probability of zeroing attention weights, branch outputs and embeddings in training.
     tie_embeddings: one matrix is both the embedding and the head (Press and Wolf 2017).
     scale_embedding: embeddings are multiplied by sqrt(d_model) (Gemma 2024), as sinusoidal positions always do.
-    logit_soft_cap: logits pass through cap * tanh(logits / cap); 0 leaves them (Gemma 2, 2024).
+    logit_softcap: logits pass through cap * tanh(logits / cap); 0 leaves them (Gemma 2, 2024).
     init: zero_residual (output projections start at 0) | gpt2 (normal 0.02, residual ones scaled by depth) |
         xavier (Glorot and Bengio 2010) | d_model (normal, 1 / sqrt(d_model)).
     """
@@ -206,7 +216,7 @@ class ModelConfig:
     dropout: float = 0.0
     tie_embeddings: bool = False
     scale_embedding: bool = False
-    logit_soft_cap: float = 0.0
+    logit_softcap: float = 0.0
     init: str = "zero_residual"
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
@@ -215,8 +225,8 @@ class ModelConfig:
         for name, most in MOST.items():
             if getattr(self, name) is not None:
                 count(f"model.{name}", getattr(self, name), 1, most)
-        at_least("model.logit_soft_cap", self.logit_soft_cap, 0)
-        finite("model.logit_soft_cap", self.logit_soft_cap)
+        at_least("model.logit_softcap", self.logit_softcap, 0)
+        finite("model.logit_softcap", self.logit_softcap)
         fraction("model.dropout", self.dropout)
         choose("model.position", self.position, POSITIONS)
         choose("model.norm", self.norm, NORMS)
@@ -260,8 +270,8 @@ class ModelConfig:
             raise ValueError(
                 f"{named} cannot do model.position=shaw, whose values need the weights; use auto or reference"
             )
-        if attention.soft_cap and kernel == "sdpa":
-            raise ValueError(f"{named} cannot do model.attention.soft_cap; use auto, reference or flex")
+        if attention.softcap and kernel == "sdpa":
+            raise ValueError(f"{named} cannot do model.attention.softcap; use auto, reference or flex")
         if self.dropout and kernel == "flex":
             raise ValueError(f"{named} cannot do model.dropout={self.dropout}; use auto or sdpa, or no dropout")
         if self.position != "rotary" and self.rotary != RotaryConfig():
@@ -280,8 +290,8 @@ class ModelConfig:
             raise ValueError(f"{kind} does not use {named}; use auto")
         if set(attention.pattern) != {"full"}:
             raise ValueError(f"{kind} cannot do model.attention.pattern={attention.pattern}; use [full]")
-        if attention.soft_cap:
-            raise ValueError(f"{kind} has no scores for model.attention.soft_cap={attention.soft_cap}; use 0")
+        if attention.softcap:
+            raise ValueError(f"{kind} has no scores for model.attention.softcap={attention.softcap}; use 0")
         if attention.score_width is not None:
             raise ValueError(f"{kind} has no scores for model.attention.score_width={attention.score_width}")
         if attention.features is not None and attention.kind != "performer":
@@ -332,7 +342,7 @@ class ModelConfig:
         Raises:
             ValueError: a key is not a field of ModelConfig (the checkpoint is from another version).
         """
-        values = dict(values)
+        values = renamed(values)
         parts = {"attention": AttentionConfig, "rotary": RotaryConfig}
         inner = {name: values.pop(name, {}) for name in parts}
         for owner, given in ((cls, values), *((parts[name], inner[name]) for name in parts)):

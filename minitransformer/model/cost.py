@@ -142,7 +142,7 @@ def _keys(config: ModelConfig, layer: int, length: int) -> float:
 def _banded(config: ModelConfig, layer: int, length: int) -> bool:
     """Does `auto` read this layer in bands, see `attention._attend_banded`?"""
     attention = config.attention
-    plain = attention.kernel in ("auto", "sdpa") and not attention.soft_cap
+    plain = attention.kernel in ("auto", "sdpa") and not attention.softcap
     biased = config.position in ("alibi", "t5", "shaw", "transformer_xl")
     windowed = attention.pattern[layer % len(attention.pattern)] == "window"
     return plain and windowed and not biased and length >= 4 * attention.window
@@ -289,7 +289,7 @@ def _keeps_weights(config: ModelConfig, on_gpu: bool) -> bool:
 def _written(config: ModelConfig) -> bool:
     """Does `auto` take the written-out equation?"""
     attention = config.attention
-    return attention.kernel == "reference" or attention.soft_cap > 0 or config.position == "shaw"
+    return attention.kernel == "reference" or attention.softcap > 0 or config.position == "shaw"
 
 
 def _softmax_bytes(config: ModelConfig, layer: int, length: int, widths: Widths, on_gpu: bool) -> float:
@@ -313,7 +313,7 @@ def _softmax_bytes(config: ModelConfig, layer: int, length: int, widths: Widths,
     if _keeps_weights(config, on_gpu):
         # Every weight is kept, in each of its steps: soft-capped, masked (with the mask), dropped.
         written, dropped = _written(config), config.dropout > 0
-        weights = (1 + (attention.soft_cap > 0) + 2 * (dropped and not written)) * wide + (
+        weights = (1 + (attention.softcap > 0) + 2 * (dropped and not written)) * wide + (
             1 + dropped
         ) * written * narrow
         kept = h * length * weights + 4 * width * narrow + normed + 2 * length * written
@@ -398,7 +398,7 @@ def training_memory(
     head = 0 if adapters else 4 * config.vocab_size * d
     # Of some rows the logits and their log_softmax, and the slope of a soft cap.
     chunk = 4 * min(tokens, max(LEAST_ROWS, LOGITS // config.vocab_size)) * config.vocab_size
-    logits = chunk * (3 if config.logit_soft_cap else 2)
+    logits = chunk * (3 if config.logit_softcap else 2)
     mixing = 4 * width * widths.narrow
     if config.attention.kind == "softmax" and _keeps_weights(config, on_gpu):
         mixing += 2 * config.n_heads * length * widths.wide

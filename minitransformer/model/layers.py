@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from minitransformer.model.attention import MultiHeadAttention
 from minitransformer.model.config import ModelConfig
 from minitransformer.model.linear import LinearAttention
-from minitransformer.model.masks import Visibility
+from minitransformer.model.masks import AttentionMask
 from minitransformer.model.product import ONEDNN, Linear
 
 
@@ -100,21 +100,21 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.recompute = "none"
 
-    def forward(self, x: Tensor, visibility: Visibility, **attention) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, attention_mask: AttentionMask, **attention) -> tuple[Tensor, Tensor | None]:
         """(B, T, d_model) -> (B, T, d_model), and the attention weights if asked for."""
         if self.recompute == "none" or not self.training:
-            return self._forward(x, visibility, **attention)
+            return self._forward(x, attention_mask, **attention)
         if self.recompute == "full":
-            return checkpoint(self._forward, x, visibility, use_reentrant=False, **attention)
+            return checkpoint(self._forward, x, attention_mask, use_reentrant=False, **attention)
         keep = partial(create_selective_checkpoint_contexts, KEPT)
-        return checkpoint(self._forward, x, visibility, use_reentrant=False, context_fn=keep, **attention)
+        return checkpoint(self._forward, x, attention_mask, use_reentrant=False, context_fn=keep, **attention)
 
-    def _forward(self, x: Tensor, visibility: Visibility, **attention) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, x: Tensor, attention_mask: AttentionMask, **attention) -> tuple[Tensor, Tensor | None]:
         if self.placement == "post":
-            mixed, weights = self.attention(x, visibility, **attention)
+            mixed, weights = self.attention(x, attention_mask, **attention)
             x = self.attention_norm(x + self._written(mixed))
             return self.feed_forward_norm(x + self._written(self.feed_forward(x))), weights
-        mixed, weights = self.attention(self.attention_norm(x), visibility, **attention)
+        mixed, weights = self.attention(self.attention_norm(x), attention_mask, **attention)
         mixed = self._written(mixed, self.attention_out_norm)
         if self.parallel:
             fed = self.feed_forward(self.feed_forward_norm(x))

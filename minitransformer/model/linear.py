@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from minitransformer.model.attention import MultiHeadAttention, repeat_heads
 from minitransformer.model.cache import KVCache
 from minitransformer.model.config import ModelConfig
-from minitransformer.model.masks import Visibility
+from minitransformer.model.masks import AttentionMask
 from minitransformer.model.positions import PositionalEncoding
 
 CHUNK = 64  # tokens whose weights are written out; between chunks only the state is carried
@@ -27,7 +27,7 @@ class LinearAttention(MultiHeadAttention):
             n = config.attention.features or 2 * self.d_head
             self.register_buffer("directions", orthogonal_directions(n, self.d_head))
 
-    def features(self, x: Tensor) -> Tensor:
+    def feature_map(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., F), all above 0."""
         x = x.float()
         if self.kind == "elu":
@@ -39,26 +39,26 @@ class LinearAttention(MultiHeadAttention):
     def forward(
         self,
         x: Tensor,
-        visibility: Visibility | None = None,
+        attention_mask: AttentionMask | None = None,
         position: PositionalEncoding | None = None,
         cache: KVCache | None = None,
         layer: int = 0,
         return_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, d_model) -> (B, T, d_model), and the weights (B, H, T, T) if asked for (without a cache)."""
-        if visibility is None:
-            visibility = Visibility.of_rows(x)
-        q, k, v = self.project(x, None if position is None else visibility.rotation(position))
+        if attention_mask is None:
+            attention_mask = AttentionMask.of_rows(x)
+        q, k, v = self.project(x, None if position is None else attention_mask.rotation(position))
         k, v = repeat_heads(k, self.n_heads), repeat_heads(v, self.n_heads)
         state = None if cache is None else cache.states[layer]
         if return_weights and cache is not None:
             raise ValueError("linear attention keeps no keys: its weights cannot be shown with a cache")
         weights = None
         with torch.autocast(x.device.type, enabled=False):  # which would cast the products
-            q, k, v = self.features(q), self.features(k), v.float()
-            output, state = causal_linear_attention(q, k, v, visibility.query_positions, state)
+            q, k, v = self.feature_map(q), self.feature_map(k), v.float()
+            output, state = causal_linear_attention(q, k, v, attention_mask.query_positions, state)
             if return_weights:
-                weights = (q @ k.mT) * visibility.dense
+                weights = (q @ k.mT) * attention_mask.dense
                 weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
         if cache is not None:
             cache.states[layer] = state

@@ -98,7 +98,7 @@ def documents(positions: Tensor) -> Tensor:
 SLICE_TOKENS = 32
 
 
-class Visibility:
+class AttentionMask:
     """What each query of one forward pass may see, worked out once and shared by the layers with the same mask.
 
     key_positions: (B, Tk), cached keys first; the queries are its last `n_queries` columns.
@@ -123,7 +123,7 @@ class Visibility:
         self._rotation: Tensor | None = None
 
     @classmethod
-    def of_rows(cls, x: Tensor) -> "Visibility":
+    def of_rows(cls, x: Tensor) -> "AttentionMask":
         """For (B, T, ...) where every row is one causal document."""
         return cls(torch.arange(x.shape[1], device=x.device)[None], x.shape[1], plain=True)
 

@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from minitransformer.model.cache import KVCache
 from minitransformer.model.config import AttentionConfig, ModelConfig
 from minitransformer.model.layers import Block, make_norm
-from minitransformer.model.masks import Mask, Visibility, causal, first, fixed, prefix, random_blocks, strided, window
+from minitransformer.model.masks import (
+    AttentionMask,
+    Mask,
+    causal,
+    first,
+    fixed,
+    prefix,
+    random_blocks,
+    strided,
+    window,
+)
 from minitransformer.model.positions import ENCODINGS
 from minitransformer.model.product import Linear
 
@@ -74,11 +84,11 @@ class Transformer(nn.Module):
         Raises:
             ValueError: a row is longer than `max_seq_len`, or shapes disagree.
         """
-        x, weights = self.features(tokens, positions, cache, return_attention, prefix_lengths)
+        x, weights = self.hidden_states(tokens, positions, cache, return_attention, prefix_lengths)
         logits = self.logits(x)
         return (logits, weights) if return_attention else logits
 
-    def features(
+    def hidden_states(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
@@ -87,19 +97,19 @@ class Transformer(nn.Module):
         prefix_lengths: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """What `logits` reads: the normed residual stream (B, T, d_model), and the weights asked for."""
-        views = self._visibilities(tokens, positions, cache, prefix_lengths)
+        attention_masks = self._attention_masks(tokens, positions, cache, prefix_lengths)
         x = self.embedding(tokens)
         if self.config.scale_embedding:
             x = x * self.config.d_model**0.5
-        x = self.dropout(self.position.embed(x, views[0].query_positions))
+        x = self.dropout(self.position.embed(x, attention_masks[0].query_positions))
         attention = dict(position=self.position, cache=cache, return_weights=return_attention)
         if self.compiled:
-            for view in set(views):
-                view.prepare(self.position, self.config.attention.kernel)
+            for mask in set(attention_masks):
+                mask.prepare(self.position, self.config.attention.kernel)
         all_weights = []
         with torch.compiler.set_stance("force_eager") if self.compiled and cache else nullcontext():
-            for layer, (block, visibility) in enumerate(zip(self.blocks, views, strict=True)):
-                x, weights = block(x, visibility, layer=layer, **attention)
+            for layer, (block, attention_mask) in enumerate(zip(self.blocks, attention_masks, strict=True)):
+                x, weights = block(x, attention_mask, layer=layer, **attention)
                 all_weights.append(weights)
         return self.norm(x), all_weights if return_attention else []
 
@@ -118,10 +128,10 @@ class Transformer(nn.Module):
             block.compile(**options)
         self.compiled = True
 
-    def logits(self, features: Tensor) -> Tensor:
+    def logits(self, hidden_states: Tensor) -> Tensor:
         """(..., d_model) -> (..., vocab_size)."""
-        logits = self.head(features)
-        if cap := self.config.logit_soft_cap:
+        logits = self.head(hidden_states)
+        if cap := self.config.logit_softcap:
             logits = cap * torch.tanh(logits / cap)
         return logits
 
@@ -159,9 +169,9 @@ class Transformer(nn.Module):
         length = self.config.max_seq_len if max_length is None else max_length
         return KVCache(self.config, self.masks, batch_size, length, weight.device, weight.dtype, rolling)
 
-    def _visibilities(
+    def _attention_masks(
         self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None, prefix_lengths: Tensor | None
-    ) -> list[Visibility]:
+    ) -> list[AttentionMask]:
         """Who sees whom, for each layer; layers with one mask share one object."""
         self._check(tokens, positions, cache, prefix_lengths)
         length = tokens.shape[1]
@@ -174,11 +184,11 @@ class Transformer(nn.Module):
             at = [row] * len(self.masks)
         if not plain and cache is None:
             plain = None if tokens.device.type == "cpu" and not self.compiled else False
-        made: dict[Mask, Visibility] = {}
+        made: dict[Mask, AttentionMask] = {}
         for mask, key_positions in zip(self.masks, at, strict=True):
             if mask not in made:
                 shown = mask if prefix_lengths is None else mask | prefix(prefix_lengths.unsqueeze(-1))
-                made[mask] = Visibility(
+                made[mask] = AttentionMask(
                     key_positions, length, plain, shown, fixed_shapes=self.compiled and cache is None
                 )
         return [made[mask] for mask in self.masks]

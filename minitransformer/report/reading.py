@@ -54,14 +54,14 @@ def read(model: Transformer, tokenizer: Tokenizer, texts: list[tuple[str, str]])
     stream, documents = _laid_out(tokenizer, texts)
     size, length = len(stream.ids), model.config.max_seq_len
     rows = pack(documents, length, "sequential")
-    places = TokenStream(np.arange(size), boundary=-1, start=-1)  # where in the stream each id stands
+    places = TokenStream(np.arange(size), eos_id=-1, bos_id=-1)  # where in the stream each id stands
     nats, likeliest, probability = np.full(size, np.nan), np.zeros(size, int), np.zeros(size)
     for start in range(0, len(rows), ROWS):
         index = np.arange(start, min(start + ROWS, len(rows)))
         tokens, positions, targets = map(torch.from_numpy, fill(stream, rows, index, length))
         at = fill(places, rows, index, length)[2]
         taken = targets != IGNORE
-        features = model.features(tokens, positions)[0][taken]  # (n, d_model)
+        features = model.hidden_states(tokens, positions)[0][taken]  # (n, d_model)
         log_probs = model.logits(features)[:, : tokenizer.vocab_size].float().log_softmax(-1)  # (n, V)
         if not log_probs.isfinite().all():
             raise FloatingPointError("The model's outputs on held-out text are not finite.")
@@ -94,7 +94,7 @@ def _pieces(tokenizer: Tokenizer, ids, nats, likeliest, probability) -> Iterator
 
 def shown(tokenizer: Tokenizer, token: int) -> str:
     """A token on one line: spaces, ends of lines and lone bytes can be seen."""
-    if token == tokenizer.boundary:
+    if token == tokenizer.eos_id:
         return "⟨end⟩"
     return visible(tokenizer.token_bytes[token])
 

@@ -72,7 +72,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 
 
 def head_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, soft_cap: float = 0.0, label_smoothing: float = 0.0, z_loss: float = 0.0
+    x: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """What is minimised, and the summed cross-entropy in nats, of the logits x @ weight.T (soft-capped if asked for).
 
@@ -81,4 +81,4 @@ def head_cross_entropy(
     distribution (Szegedy et al. 2016), plus `z_loss` times the squared log-normaliser (Chowdhery et al. 2022). Under
     autocast the products run in its dtype, the softmax in fp32. Memory is that of a few rows of logits, whatever N.
     """
-    return _HeadCrossEntropy.apply(x, weight, targets, soft_cap, label_smoothing, z_loss)
+    return _HeadCrossEntropy.apply(x, weight, targets, softcap, label_smoothing, z_loss)

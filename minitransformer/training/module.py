@@ -85,13 +85,13 @@ class LanguageModel(pl.LightningModule):
             for block in self.model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
-            register_fsdp_forward_method(self.model, "features")
+            register_fsdp_forward_method(self.model, "hidden_states")
 
     def loss_sums(self, batch: Batch, smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
         """What is minimised, and the cross-entropy in nats, both summed over all targets, in fp32."""
         model = self.model
-        x, _ = model.features(batch.tokens, positions=batch.positions)
-        cap = model.config.logit_soft_cap
+        x, _ = model.hidden_states(batch.tokens, positions=batch.positions)
+        cap = model.config.logit_softcap
         return head_cross_entropy(x.flatten(0, 1), model.head.weight, batch.targets.flatten(), cap, smoothing, z_loss)
 
     # Training --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 import torch
 
 from minitransformer.model.attention import attend
-from minitransformer.model.masks import Mask, Visibility, causal, window
+from minitransformer.model.masks import AttentionMask, Mask, causal, window
 
 B, H, D = 1, 4, 64
 
@@ -18,11 +18,11 @@ def step(positions: torch.Tensor, mask: Mask, dense: bool = False) -> float:
     """Seconds of one training step; `dense` forces one boolean mask."""
     q, k, v = (torch.randn(len(positions), H, positions.shape[1], D, requires_grad=True) for _ in range(3))
     start = time.perf_counter()
-    visibility = Visibility(positions, positions.shape[1], mask=mask)
+    attention_mask = AttentionMask(positions, positions.shape[1], mask=mask)
     if dense:
-        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visibility.dense)
+        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask.dense)
     else:
-        output, _ = attend(q, k, v, visibility)
+        output, _ = attend(q, k, v, attention_mask)
     output.sum().backward()
     return time.perf_counter() - start
 

@@ -36,7 +36,7 @@ class Ids(Tokenizer):
     """Prompts are ids already, and every id stands for a byte."""
 
     def __init__(self, vocab_size: int):
-        self.start = self.boundary = vocab_size - 1
+        self.bos_id = self.eos_id = vocab_size - 1
         self.token_bytes = [b"x"] * (vocab_size - 1) + [b""]
 
     def encode(self, text) -> list[int]:
@@ -54,7 +54,7 @@ def ours(shape: dict, n_new: int, rows: int, int8: bool = False):
     else:
         pack_weights(model, rows)  # as generate.py does
     prompts = torch.randint(shape["vocab_size"] - 1, (rows, 63)).tolist()
-    sampling = Sampling(top_k=50, banned=[tokenizer.boundary])
+    sampling = Sampling(top_k=50, banned=[tokenizer.eos_id])
 
     def run() -> None:
         for _ in generate_rows(model, tokenizer, prompts, n_new, sampling, seed=0):

@@ -225,7 +225,7 @@ HUB = {
              num_key_value_heads=4, pad_token_id=0, query_pre_attn_scalar=256, rms_norm_eps=1e-06, rope_theta=10000.0,
              sliding_window=4096, torch_dtype="float32", transformers_version="4.42.4", use_cache=True,
              vocab_size=256000),
-        {"attention.pattern": ["window", "full"], "attention.soft_cap": 50.0, "logit_soft_cap": 30.0,
+        {"attention.pattern": ["window", "full"], "attention.softcap": 50.0, "logit_softcap": 30.0,
          "norm": "rmsnorm_zero", "norm_placement": "sandwich", "scale_embedding": True, "tie_embeddings": True,
          "activation": "geglu_tanh", "attention.score_width": 256},
     ),
@@ -329,7 +329,7 @@ A = AttentionConfig
     (dict(rotary=RotaryConfig(fraction=0.5), **LAYERNORM), "gpt_neox"),
     (dict(norm="layernorm", parallel=True), "gpt_neox"),
     (dict(norm="rmsnorm_zero", scale_embedding=True, activation="geglu_tanh"), "gemma"),
-    (dict(norm="rmsnorm_zero", norm_placement="sandwich", scale_embedding=True, activation="geglu_tanh", soft_cap=3.0),
+    (dict(norm="rmsnorm_zero", norm_placement="sandwich", scale_embedding=True, activation="geglu_tanh", softcap=3.0),
      "gemma2"),
 ], ids=str)  # fmt: skip
 def test_a_model_of_ours_leaves_as_the_family_that_it_is(tmp_path, settings, model_type):
@@ -351,7 +351,7 @@ def test_a_model_of_ours_leaves_as_the_family_that_it_is(tmp_path, settings, mod
     (dict(kind="elu"), ["model.attention.kind=elu"]),
     (dict(pattern=["bigbird"]), ["model.attention.pattern=[bigbird]"]),
     (dict(activation="swiglu", parallel=True), ["llama has no model.parallel=true"]),
-    (dict(soft_cap=5.0), ["model.attention.soft_cap=5.0"]), (dict(logit_soft_cap=5.0), ["model.logit_soft_cap=5.0"]),
+    (dict(softcap=5.0), ["model.attention.softcap=5.0"]), (dict(logit_softcap=5.0), ["model.logit_softcap=5.0"]),
     (dict(activation="swiglu", rotary=RotaryConfig(fraction=0.5)), ["model.rotary.fraction=0.5"]),
 ], ids=str)  # fmt: skip
 def test_a_model_that_is_no_family_is_refused_by_name(tmp_path, settings, words):
@@ -370,7 +370,7 @@ def test_a_run_leaves_with_its_tokenizer(trained, tmp_path):
     _, tokenizer = load(trained)
     for text in ("Ann sees the owl 🦉.\n", "", "  naïve\t<|endoftext|>"):
         assert theirs.decode(tokenizer.encode(text)) == text
-    assert theirs("Ann sees").input_ids == [tokenizer.boundary, *tokenizer.encode("Ann sees")]
+    assert theirs("Ann sees").input_ids == [tokenizer.eos_id, *tokenizer.encode("Ann sees")]
     assert (theirs.bos_token, theirs.eos_token, theirs.model_max_length) == ("<|endoftext|>", "<|endoftext|>", 32)
 
 
@@ -378,7 +378,7 @@ def test_a_run_leaves_with_its_tokenizer(trained, tmp_path):
 
 
 def special(tokenizer: Tokenizer, *names: str):
-    """The backend with more special tokens and without BOUNDARY's meaning."""
+    """The backend with more special tokens and without EOS_TOKEN's meaning."""
     backend = type(tokenizer.backend).from_str(tokenizer.to_json())
     backend.add_special_tokens(list(names))
     return backend
@@ -409,8 +409,8 @@ def test_config_json_says_what_starts_and_ends_documents(folder, tmp_path, bos, 
     save_file(tensors, folder / "model.safetensors")
     convert(folder, tmp_path / "ours")
     model, tokenizer = load(tmp_path / "ours")
-    assert (tokenizer.start, tokenizer.boundary) == expected
-    assert Tokenizer.pretrained(str(tmp_path / "ours")).start == expected[0]
+    assert (tokenizer.bos_id, tokenizer.eos_id) == expected
+    assert Tokenizer.pretrained(str(tmp_path / "ours")).bos_id == expected[0]
     convert(tmp_path / "ours", tmp_path / "back")
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == expected

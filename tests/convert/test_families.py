@@ -134,7 +134,7 @@ def test_a_family_in_and_out(transformers, case, tokenizer, tmp_path):
     same(ours.embedding.weight.grad, theirs.get_input_embeddings().weight.grad)
 
     prompt = "def f(x):"
-    ids = torch.tensor([[found.start, *found.encode(prompt)]])
+    ids = torch.tensor([[found.bos_id, *found.encode(prompt)]])
     settings = dict(max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(ids), pad_token_id=0)
     (said,) = generate_all(ours, found, [prompt], 20, temperature=0)
     assert said.tokens == theirs.generate(ids, **settings)[0, ids.shape[1] :].tolist()

@@ -170,7 +170,7 @@ def test_texts_have_the_ids_starts_and_ends_of_theirs(converted, transformers):
     theirs = transformers.AutoTokenizer.from_pretrained(folder / "theirs")
     _, _, _, start, ends, _ = KINDS[kind]
     id_of = tokenizer.backend.token_to_id
-    assert (tokenizer.start, tokenizer.boundary) == (id_of(start or ends[0]), id_of(ends[0]))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (id_of(start or ends[0]), id_of(ends[0]))
     assert tokenizer.end_ids == set(map(id_of, ends))
     for text in TEXTS:
         ids = tokenizer.encode(text)
@@ -178,7 +178,7 @@ def test_texts_have_the_ids_starts_and_ends_of_theirs(converted, transformers):
         if text not in CHANGED.get(kind, ()):
             assert theirs(text, add_special_tokens=False).input_ids == ids, text
     in_a_new_run = Tokenizer.pretrained(str(folder / "theirs"))
-    assert (in_a_new_run.start, in_a_new_run.boundary) == (tokenizer.start, tokenizer.boundary)
+    assert (in_a_new_run.bos_id, in_a_new_run.eos_id) == (tokenizer.bos_id, tokenizer.eos_id)
 
 
 def test_a_folder_without_generation_config_keeps_what_config_json_says(converted, transformers, tmp_path):

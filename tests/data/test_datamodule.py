@@ -179,8 +179,8 @@ def test_a_stream_gives_every_target_once_an_epoch(packing, stream):
         pairs += zip(batch.tokens[used].tolist(), batch.targets[used].tolist(), strict=True)
     kept = [text for text in TEXTS if Document([text]).key() > made.limit]
     assert 80 < len(kept) < 100
-    ids, boundary = map(made.tokenizer.encode, kept), made.tokenizer.boundary
-    expected = Counter(pair for d in ids for pair in zip([boundary, *d], [*d, boundary], strict=True))
+    ids, eos = map(made.tokenizer.encode, kept), made.tokenizer.eos_id
+    expected = Counter(pair for d in ids for pair in zip([eos, *d], [*d, eos], strict=True))
     for epoch in range(2):
         assert Counter(pairs[epoch * expected.total() : (epoch + 1) * expected.total()]) == expected
     assert batches[-1].state["epoch"] > 1

@@ -15,7 +15,7 @@ STREAM = np.array([0, 5, 6, 7, 0, 8, 9, 0], np.uint16)
 
 
 def make_stream(lengths):
-    """Documents of distinct ids, each token named by (document, place) as one number; the boundary is 0."""
+    """Documents of distinct ids, each token named by (document, place) as one number; EOS is 0."""
     documents = [[1000 * (d + 1) + i for i in range(n)] for d, n in enumerate(lengths)]
     return documents, np.array([t for d in documents for t in [0, *d]] + [0], np.uint16)
 

@@ -18,10 +18,10 @@ HOW = st.sampled_from(["best_fit", "sequential", "concat", "pad"])
 
 
 def documents_of(lengths) -> tuple[TokenStream, Documents]:
-    """Every token of every document is another number; the boundary is 0."""
+    """Every token of every document is another number; EOS is 0."""
     numbers = iter(range(1, sum(lengths) + 1))
     ids = np.array([t for n in lengths for t in [0, *(next(numbers) for _ in range(n))]] + [0])
-    return TokenStream(ids, boundary=0, start=0), Documents.of(lengths)
+    return TokenStream(ids, eos_id=0, bos_id=0), Documents.of(lengths)
 
 
 def steps_of(n_documents, batch_size, seed=0, rank=0, ranks=1) -> TrainingSteps:
@@ -84,7 +84,7 @@ def test_a_step_does_not_depend_on_what_was_read_before(how):
 def on_disk(tmp_path):
     tokens, documents = documents_of(list(range(2, 40)))
     tokens.ids.astype(np.uint16).tofile(tmp_path / "tokens.bin")
-    return TokenFile(tmp_path / "tokens.bin", "uint16", boundary=0, start=0), documents
+    return TokenFile(tmp_path / "tokens.bin", "uint16", eos_id=0, bos_id=0), documents
 
 
 # Inside the first epoch, at its end, and later.

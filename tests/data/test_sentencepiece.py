@@ -95,14 +95,14 @@ def make_once(kind: str) -> Backend:
 def test_words_are_single_tokens_and_saved_as_they_came():
     tokenizer = ADOPTED["llama"]
     assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("sees the")] == ["▁sees", "▁the"]
-    assert (tokenizer.start, tokenizer.boundary) == (1, 2)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert tokenizer.to_json() == make("llama").to_str()
     assert Tokenizer.from_json(tokenizer.to_json()).encode("Ann") == tokenizer.encode("Ann")
 
 
 def test_gemma_ends_with_its_end_and_not_with_a_tag():
     tokenizer = ADOPTED["gemma, runs"]
-    assert [tokenizer.backend.id_to_token(i) for i in (tokenizer.start, tokenizer.boundary)] == ["<bos>", "<eos>"]
+    assert [tokenizer.backend.id_to_token(i) for i in (tokenizer.bos_id, tokenizer.eos_id)] == ["<bos>", "<eos>"]
     runs = tokenizer.encode("a    b\n\nc</s>")
     assert [tokenizer.token_bytes[i] for i in runs] == [b"a", b"    ", b"b", b"\n\n", b"c", b"</s>"]
 

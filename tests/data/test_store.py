@@ -38,7 +38,7 @@ def test_the_tokens_are_the_text(tokenizer, batch, workdir, monkeypatch):
     assert sorted(train + validation) == sorted(text.splitlines())
     assert made.train.n_bytes == sum(len(t.encode()) for t in train)
     assert made.validation.n_bytes == sum(len(t.encode()) for t in validation)
-    boundaries = np.flatnonzero(made.tokens.ids == made.tokenizer.boundary)
+    boundaries = np.flatnonzero(made.tokens.ids == made.tokenizer.eos_id)
     offsets = np.concatenate([made.train.documents.offset, made.validation.documents.offset])
     assert sorted(boundaries) == [*sorted(offsets), len(made.tokens.ids) - 1]
     whole = opened(tokenizer)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitransformer import Tokenizer
-from minitransformer.data.tokenizer import BOUNDARY, cut
+from minitransformer.data.tokenizer import EOS_TOKEN, cut
 from tests.conftest import sentences
 
 BPE = Tokenizer.train_bpe([sentences(300)], 400)
@@ -22,7 +22,7 @@ TEXT = st.text(max_size=200) | st.text(alphabet="aé李🦉\r\n\t\x00\u2028\ufef
 def test_every_text_survives(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert tokenizer.boundary not in ids
+    assert tokenizer.eos_id not in ids
     assert "".join(tokenizer.decode_stream(ids)) == text
     assert [d.tolist() for d in tokenizer.encode_batch([text, "", text])] == [ids, [], ids]
 
@@ -49,15 +49,15 @@ def test_any_ids_stream_to_what_they_decode_to(ids):
     assert "" not in pieces
 
 
-@pytest.mark.parametrize("make", [lambda: BPE, lambda: BYTES, lambda: Tokenizer.train_characters([BOUNDARY])])
+@pytest.mark.parametrize("make", [lambda: BPE, lambda: BYTES, lambda: Tokenizer.train_characters([EOS_TOKEN])])
 def test_text_that_looks_like_the_boundary_stays_text(make):
-    ids = make().encode(BOUNDARY)
-    assert make().boundary not in ids
-    assert make().decode(ids) == BOUNDARY
+    ids = make().encode(EOS_TOKEN)
+    assert make().eos_id not in ids
+    assert make().decode(ids) == EOS_TOKEN
 
 
 def test_the_boundary_decodes_to_nothing():
-    assert BPE.decode([BPE.boundary, *BPE.encode("Ann"), BPE.boundary]) == "Ann"
+    assert BPE.decode([BPE.eos_id, *BPE.encode("Ann"), BPE.eos_id]) == "Ann"
 
 
 def test_sizes():
@@ -106,7 +106,7 @@ LLAMA3 = (
 )
 
 
-def other(pattern: str, boundary: str = BOUNDARY, **changes) -> Tokenizer:
+def other(pattern: str, eos: str = EOS_TOKEN, **changes) -> Tokenizer:
     """A tokenizer with another pattern, as a tokenizer.json would bring it."""
     pre = tokenizers.pre_tokenizers
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -114,7 +114,7 @@ def other(pattern: str, boundary: str = BOUNDARY, **changes) -> Tokenizer:
     backend.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
     alphabet = pre.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=[boundary, "<|user|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=400, special_tokens=[eos, "<|user|>"], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator([sentences(300)], trainer)
     for name, value in changes.items():
@@ -151,23 +151,23 @@ def test_text_without_a_place_to_cut_is_cut_all_the_same():
 
 @settings(max_examples=200, deadline=None)
 @given(text=TEXT)
-@pytest.mark.parametrize("boundary", ["<|end_of_text|>", "</s>"])
-def test_pretrained_tokenizers_lose_nothing(boundary, text, tmp_path_factory):
+@pytest.mark.parametrize("eos", ["<|end_of_text|>", "</s>"])
+def test_pretrained_tokenizers_lose_nothing(eos, text, tmp_path_factory):
     """Even one that came with a normalizer, padding and truncation; text that spells its special tokens stays text."""
-    folder = tmp_path_factory.getbasetemp() / f"pretrained-{len(boundary)}"
+    folder = tmp_path_factory.getbasetemp() / f"pretrained-{len(eos)}"
     if not folder.exists():
         folder.mkdir()
-        backend = other(LLAMA3, boundary, normalizer=tokenizers.normalizers.NFKC())
+        backend = other(LLAMA3, eos, normalizer=tokenizers.normalizers.NFKC())
         backend.enable_truncation(3)
         backend.enable_padding(length=50)
         backend.add_tokens(["plain added"])
         backend.save(str(folder / "tokenizer.json"))
     tokenizer = Tokenizer.pretrained(str(folder))
-    for given_text in (text, text + boundary + "<|user|> plain added"):
+    for given_text in (text, text + eos + "<|user|> plain added"):
         ids = tokenizer.encode(given_text)
         assert tokenizer.decode(ids) == given_text
-        assert tokenizer.boundary not in ids
-    assert tokenizer.token_bytes[tokenizer.boundary] == b""
+        assert tokenizer.eos_id not in ids
+    assert tokenizer.token_bytes[tokenizer.eos_id] == b""
     assert Tokenizer.from_json(tokenizer.to_json()).fingerprint == tokenizer.fingerprint
 
 
@@ -204,16 +204,16 @@ def test_the_files_beside_it_say_what_starts_and_ends_a_text(tmp_path, files, st
     for name, values in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     tokenizer = Tokenizer.pretrained(str(tmp_path))
-    assert [backend.id_to_token(i) for i in (tokenizer.start, tokenizer.boundary)] == [start, end]
-    assert tokenizer.end_ids == {tokenizer.boundary}
-    assert tokenizer.token_bytes[tokenizer.boundary] == b""
+    assert [backend.id_to_token(i) for i in (tokenizer.bos_id, tokenizer.eos_id)] == [start, end]
+    assert tokenizer.end_ids == {tokenizer.eos_id}
+    assert tokenizer.token_bytes[tokenizer.eos_id] == b""
     for token in ("<begin>", "<eos>", "<turn>", "</s>"):  # text does not start or end anything
         ids = tokenizer.encode(f"a {token}")
         assert tokenizer.decode(ids) == f"a {token}"
-        assert not {tokenizer.start, tokenizer.boundary} & set(ids)
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
     again = Tokenizer.from_json(tokenizer.to_json())
-    assert (again.start, again.boundary, again.fingerprint) == (
-        tokenizer.start, tokenizer.boundary, tokenizer.fingerprint,
+    assert (again.bos_id, again.eos_id, again.fingerprint) == (
+        tokenizer.bos_id, tokenizer.eos_id, tokenizer.fingerprint,
     )  # fmt: skip
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json holds list, not an object"):
@@ -234,7 +234,7 @@ def test_a_repository_of_the_hub_is_read_as_a_folder_is(tmp_path, monkeypatch):
     (folder / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<begin>", eos_token="<eos>")))
     tokenizer = Tokenizer.pretrained("someone/chat")
     assert tokenizer.fingerprint == Tokenizer.pretrained(str(folder)).fingerprint
-    assert tokenizer.start == tokenizer.special["<begin>"]
+    assert tokenizer.bos_id == tokenizer.special["<begin>"]
 
 
 def test_a_character_tokenizer_of_ours_is_taken_back(tmp_path):

@@ -71,9 +71,9 @@ def plain_nats(model, ids: list[int]) -> list[float]:
     return (-log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]).tolist()
 
 
-@pytest.mark.parametrize("start", ["boundary", "another"])
+@pytest.mark.parametrize("start", ["eos", "another"])
 def test_all_that_reads_a_document_starts_it_as_training_does(command, workdir, start):
-    words = Tokenizer.bytes() if start == "boundary" else with_start(Tokenizer.bytes())
+    words = Tokenizer.bytes() if start == "eos" else with_start(Tokenizer.bytes())
     (workdir / "words.json").write_text(words.to_json(), encoding="utf-8")
     settings = [s for s in SMALL if not s.startswith(("trainer.max_steps", "trainer.val_every"))]
     result = command(
@@ -85,9 +85,9 @@ def test_all_that_reads_a_document_starts_it_as_training_does(command, workdir, 
     evaluated = json.loads(command("evaluate", "output=json").out)
     assert evaluated["documents"] == len(texts) > 3
     model, words = load("runs/run")
-    each = [plain_nats(model, [words.start, *words.encode(text), words.boundary]) for text in texts]
+    each = [plain_nats(model, [words.bos_id, *words.encode(text), words.eos_id]) for text in texts]
     loss = sum(map(sum, each)) / sum(map(len, each))
-    other = [plain_nats(model, [words.encode("e")[0], *words.encode(text), words.boundary]) for text in texts]
+    other = [plain_nats(model, [words.encode("e")[0], *words.encode(text), words.eos_id]) for text in texts]
     assert abs(sum(map(sum, other)) / sum(map(len, other)) - loss) > 1e-3  # what starts a text is seen in its loss
 
     (logged,) = [metrics["val/loss"] for metrics in read_metrics(Path("runs/run")) if "val/loss" in metrics]

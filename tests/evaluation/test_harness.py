@@ -59,7 +59,7 @@ def test_greedy_says_whether_every_token_is_the_likeliest(model):
     pairs = [("Ann sees", written + more) for more in ("", "李", " q")] + [("Ann sees", "q" + written)]
     expected = []
     for context, continuation in pairs:
-        ids, n = [model.words.boundary, *model.words.encode(context + continuation)], len(model.words.encode(context))
+        ids, n = [model.words.eos_id, *model.words.encode(context + continuation)], len(model.words.encode(context))
         likeliest = model.model(torch.tensor([ids]))[0, :, : model.words.vocab_size].argmax(-1)
         expected.append(likeliest[n:-1].tolist() == ids[n + 1 :])
     assert [greedy for _, greedy in ask(model, "loglikelihood", *pairs)] == expected
@@ -74,7 +74,7 @@ class Reference(TemplateLM):
     def __init__(self, model, words):
         super().__init__()
         self.model, self.backend_of_text = model.double(), Backend.from_str(words.to_json())
-        self.prefix_token_id = words.start
+        self.prefix_token_id = words.bos_id
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         return self.backend_of_text.encode(string, add_special_tokens=add_special_tokens is not False).ids
@@ -132,7 +132,7 @@ def test_long_texts_are_read_in_the_windows_of_the_harness(model):
     text = sentences(12)
     ids = model.words.encode(text)
     expected = 0.0
-    for context, predicted in get_rolling_token_windows(ids, model.words.boundary, 32, 1):
+    for context, predicted in get_rolling_token_windows(ids, model.words.eos_id, 32, 1):
         with torch.no_grad():
             logits = model.model(torch.tensor([context]))[0, :, : model.words.vocab_size].double().log_softmax(-1)
         expected += sum(logits[i - len(predicted), token].item() for i, token in enumerate(predicted))

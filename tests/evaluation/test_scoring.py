@@ -14,8 +14,8 @@ from minitransformer.model.config import POSITIONS, SCALINGS
 from tests.conftest import sentences, with_start
 from tests.model.models import make
 
-TOKENIZERS = {"start is boundary": Tokenizer.train_bpe([sentences(300)], 300)}
-TOKENIZERS["start is another"] = with_start(TOKENIZERS["start is boundary"])
+TOKENIZERS = {"BOS is EOS": Tokenizer.train_bpe([sentences(300)], 300)}
+TOKENIZERS["BOS is another"] = with_start(TOKENIZERS["BOS is EOS"])
 TEXTS = [sentences(n, seed=n) for n in (1, 9, 2, 30, 4)]
 
 
@@ -53,7 +53,7 @@ def test_equals_a_loop_over_windows_whatever_the_batch(words, length, stride, ba
     model = make(vocab_size=words.vocab_size + 20)  # an embedding that is padded
     stream, documents = laid_out(words, TEXTS)
     found = evaluate(model, words, stream, documents, length, stride, batch_size)
-    ids = [[words.start, *words.encode(text), words.boundary] for text in TEXTS]
+    ids = [[words.bos_id, *words.encode(text), words.eos_id] for text in TEXTS]
     expected = sum(by_hand(model, words, i, length, stride) for i in ids)
     assert found.nats == pytest.approx(expected, rel=1e-6)
     assert found.tokens == sum(len(i) - 1 for i in ids)
@@ -75,7 +75,7 @@ def test_documents_that_fit_score_as_score_says(words, position):
 def test_prefixes_are_read_and_not_scored(words):
     model = make(vocab_size=words.vocab_size)
     stream, documents = laid_out(words, ["Bob sees the cat.\n"], ["Ann draws the dog.\n"])
-    ids = [words.start, *words.encode("Ann draws the dog.\n"), *words.encode("Bob sees the cat.\n"), words.boundary]
+    ids = [words.bos_id, *words.encode("Ann draws the dog.\n"), *words.encode("Bob sees the cat.\n"), words.eos_id]
     n = len(words.encode("Bob sees the cat.\n")) + 1
     found = evaluate(model, words, stream, documents, 64, 64)
     assert found.nats == pytest.approx(nats_alone(model, words, ids)[-n:].sum(), rel=1e-6)
@@ -88,7 +88,7 @@ def test_loss_by_position_is_the_mean_over_whole_stretches(words):
     losses, tokens = loss_by_position(model, words, stream, documents, 32, batch_size=2)
     stretches = []
     for text in TEXTS:
-        ids = [words.start, *words.encode(text), words.boundary]
+        ids = [words.bos_id, *words.encode(text), words.eos_id]
         stretches += [nats_alone(model, words, ids[i : i + 33]) for i in range(0, len(ids) - 32, 32)]
     assert tokens.tolist() == [len(stretches)] * 32
     np.testing.assert_allclose(losses, np.mean(stretches, axis=0), rtol=1e-5)

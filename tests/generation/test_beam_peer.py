@@ -17,7 +17,7 @@ def models(tmp_path_factory):
     config = transformers.LlamaConfig(
         vocab_size=TOKENIZER.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, max_position_embeddings=64,
-        bos_token_id=TOKENIZER.boundary, eos_token_id=TOKENIZER.boundary, pad_token_id=TOKENIZER.boundary,
+        bos_token_id=TOKENIZER.eos_id, eos_token_id=TOKENIZER.eos_id, pad_token_id=TOKENIZER.eos_id,
     )  # fmt: skip
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(config).eval()
@@ -38,13 +38,13 @@ def best_of(theirs, ids: torch.Tensor, beams: int, **settings) -> tuple[list[lis
     )  # fmt: skip
     texts = []
     for row in expected.sequences[:, ids.shape[1] :].tolist():
-        end = row.index(TOKENIZER.boundary) + 1 if TOKENIZER.boundary in row else len(row)
+        end = row.index(TOKENIZER.eos_id) + 1 if TOKENIZER.eos_id in row else len(row)
         texts.append(row[:end])
     return texts, expected.sequences_scores.tolist()
 
 
 def asked(prompt: str) -> torch.Tensor:
-    return torch.tensor([[TOKENIZER.boundary, *TOKENIZER.encode(prompt)]])
+    return torch.tensor([[TOKENIZER.eos_id, *TOKENIZER.encode(prompt)]])
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])

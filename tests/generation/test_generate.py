@@ -42,11 +42,11 @@ def make(position="rotary", vocab_size=TOKENIZER.vocab_size, **settings) -> Tran
 
 
 def greedy_by_hand(model, prompt: str, n: int) -> str:
-    ids = [TOKENIZER.boundary, *TOKENIZER.encode(prompt)]
+    ids = [TOKENIZER.eos_id, *TOKENIZER.encode(prompt)]
     start = len(ids)
     for _ in range(n):
         ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
-        if ids[-1] == TOKENIZER.boundary:
+        if ids[-1] == TOKENIZER.eos_id:
             break
     return TOKENIZER.decode(ids[start:])
 
@@ -87,11 +87,11 @@ ATTENTIONS = [
 def test_prompts_are_read_in_pieces(position, attention, monkeypatch):
     """Pieces of two tokens, so that short rows begin with pieces that are padding alone."""
     model = make(position, attention=AttentionConfig(**attention))
-    rows = [[TOKENIZER.boundary, *TOKENIZER.encode(prompt)] for prompt in PROMPTS]
+    rows = [[TOKENIZER.eos_id, *TOKENIZER.encode(prompt)] for prompt in PROMPTS]
     with torch.inference_mode():
-        alone = [model.features(torch.tensor([ids]))[0][0, -1] for ids in rows]
+        alone = [model.hidden_states(torch.tensor([ids]))[0][0, -1] for ids in rows]
         monkeypatch.setitem(PREFILL_TOKENS, "cpu", 7)
-        found = prefill(model, rows, TOKENIZER.boundary, 64)[1]
+        found = prefill(model, rows, TOKENIZER.eos_id, 64)[1]
     torch.testing.assert_close(found, torch.stack(alone), atol=1e-4, rtol=1e-4)
 
 
@@ -111,12 +111,12 @@ def test_a_row_does_not_depend_on_its_neighbours():
 def test_a_text_ends_where_the_model_ends_the_document():
     model = make()
     with torch.no_grad():
-        model.head.weight[TOKENIZER.boundary] = 50 * model.features(torch.tensor([[TOKENIZER.boundary]]))[0][0, 0]
+        model.head.weight[TOKENIZER.eos_id] = 50 * model.hidden_states(torch.tensor([[TOKENIZER.eos_id]]))[0][0, 0]
     assert generate(model, TOKENIZER, ["", "Ann"], 15, temperature=0)[0] == ""
 
 
 def chat_tokenizer() -> Tokenizer:
-    """Bytes and three special tokens, <eot> and <call> of which end a text as the boundary does."""
+    """Bytes and three special tokens, <eot> and <call> of which end a text as EOS does."""
     backend = type(BYTES.backend).from_str(BYTES.to_json())
     backend.add_special_tokens(["<eot>", "<call>", "<user>"])
     return Tokenizer(backend, end_ids=[257, 258])
@@ -198,20 +198,20 @@ def test_tokens_and_log_probabilities_are_those_of_the_model():
     model = make()
     found = generate_all(model, TOKENIZER, PROMPTS, 15, temperature=1.3, top_k=20, seed=0)
     for prompt, row in zip(PROMPTS, found, strict=True):
-        ids = [TOKENIZER.boundary, *TOKENIZER.encode(prompt), *row.tokens]
+        ids = [TOKENIZER.eos_id, *TOKENIZER.encode(prompt), *row.tokens]
         log_probs = model(torch.tensor([ids]))[0].log_softmax(-1)
         start = len(ids) - len(row.tokens)
         expected = [log_probs[i - 1, ids[i]].item() for i in range(start, len(ids))]
         assert row.log_probs == pytest.approx(expected, abs=1e-4)
         assert row.prompt == prompt
         assert row.text == TOKENIZER.decode(row.tokens)
-        assert row.finish == ("end" if row.tokens[-1] == TOKENIZER.boundary else "length")
+        assert row.finish == ("end" if row.tokens[-1] == TOKENIZER.eos_id else "length")
 
 
 def test_a_score_is_the_log_probability_of_a_whole_document():
     model = make()
     found = score(model, TOKENIZER, "Ann sees the owl 🦉.")
-    ids = [TOKENIZER.boundary, *TOKENIZER.encode("Ann sees the owl 🦉."), TOKENIZER.boundary]
+    ids = [TOKENIZER.eos_id, *TOKENIZER.encode("Ann sees the owl 🦉."), TOKENIZER.eos_id]
     log_probs = model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
     assert found.tokens == ids[1:]
     assert found.log_probs == pytest.approx([log_probs[i, t].item() for i, t in enumerate(ids[1:])], abs=1e-5)
@@ -228,7 +228,7 @@ def test_stop_texts_are_found_across_tokens_and_nothing_is_shown_twice_or_too_so
     """One byte a token: every border that there can be."""
     row = Row("", [], BYTES, stop)
     shown = []
-    for token in [*BYTES.encode(text), *([BYTES.boundary] if ends else [])]:
+    for token in [*BYTES.encode(text), *([BYTES.eos_id] if ends else [])]:
         row.add(token, 0.0)
         shown.append(row.fresh())
         if row.finish:
@@ -247,16 +247,16 @@ def test_stop_texts_are_found_across_tokens_and_nothing_is_shown_twice_or_too_so
 @pytest.mark.parametrize("position", POSITIONS)
 def test_sliding_goes_on_past_the_end(position):
     model = make(position)
-    found = generate_all(model, TOKENIZER, PROMPTS, 150, temperature=0, overflow="slide", banned=[TOKENIZER.boundary])
+    found = generate_all(model, TOKENIZER, PROMPTS, 150, temperature=0, overflow="slide", banned=[TOKENIZER.eos_id])
     for prompt, row in zip(PROMPTS, found, strict=True):
         assert len(row.tokens) == 150
-        ids = [TOKENIZER.boundary, *TOKENIZER.encode(prompt)]
+        ids = [TOKENIZER.eos_id, *TOKENIZER.encode(prompt)]
     # By hand, for the longest prompt, whose row has no padding: from the newest half when 64 are full.
-    ids = [TOKENIZER.boundary, *TOKENIZER.encode(PROMPTS[-1])]
+    ids = [TOKENIZER.eos_id, *TOKENIZER.encode(PROMPTS[-1])]
     seen = list(ids)
     for token in found[-1].tokens:
         logits = model(torch.tensor([seen]))[0, -1, : TOKENIZER.vocab_size]
-        logits[TOKENIZER.boundary] = float("-inf")
+        logits[TOKENIZER.eos_id] = float("-inf")
         assert logits.argmax() == token
         ids.append(token)
         seen = [*seen, token] if len(seen) < 64 else ids[-32:]
@@ -264,18 +264,18 @@ def test_sliding_goes_on_past_the_end(position):
 
 def test_encodings_that_reach_further_go_on():
     model = make("alibi")
-    found = generate_all(model, TOKENIZER, ["Ann"], 100, temperature=0, overflow="extend", banned=[TOKENIZER.boundary])
-    ids = [TOKENIZER.boundary, *TOKENIZER.encode("Ann")]
+    found = generate_all(model, TOKENIZER, ["Ann"], 100, temperature=0, overflow="extend", banned=[TOKENIZER.eos_id])
+    ids = [TOKENIZER.eos_id, *TOKENIZER.encode("Ann")]
     for token in found[0].tokens:
         logits = model(torch.tensor([ids]))[0, -1, : TOKENIZER.vocab_size]
-        logits[TOKENIZER.boundary] = float("-inf")
+        logits[TOKENIZER.eos_id] = float("-inf")
         assert logits.argmax() == token
         ids.append(token)
 
 
 def test_a_time_limit_ends_every_row():
     found = generate_all(
-        make(), TOKENIZER, PROMPTS, 10**6, overflow="slide", max_seconds=0.2, banned=[TOKENIZER.boundary]
+        make(), TOKENIZER, PROMPTS, 10**6, overflow="slide", max_seconds=0.2, banned=[TOKENIZER.eos_id]
     )
     assert {row.finish for row in found} == {"time"}
     assert all(row.tokens for row in found)
@@ -286,10 +286,10 @@ def every_continuation(model, tokenizer, prompt: str, n: int) -> dict[tuple[int,
     found = {}
 
     def go(tokens: list[int], total: float) -> None:
-        if len(tokens) == n or (tokens and tokens[-1] == tokenizer.boundary):
+        if len(tokens) == n or (tokens and tokens[-1] == tokenizer.eos_id):
             found[tuple(tokens)] = total
             return
-        ids = [tokenizer.boundary, *tokenizer.encode(prompt), *tokens]
+        ids = [tokenizer.eos_id, *tokenizer.encode(prompt), *tokens]
         log_probs = model(torch.tensor([ids]))[0, -1, : tokenizer.vocab_size].log_softmax(-1)
         for token, log_prob in enumerate(log_probs.tolist()):
             go([*tokens, token], total + log_prob)
@@ -312,7 +312,7 @@ def test_a_beam_as_wide_as_all_texts_finds_the_best(position, length_penalty):
     for f in found:
         assert sum(f.log_probs) == pytest.approx(texts[tuple(f.tokens)], abs=1e-4)
         assert f.text == tokenizer.decode(f.tokens)
-        assert f.finish == ("end" if f.tokens[-1] == tokenizer.boundary else "length")
+        assert f.finish == ("end" if f.tokens[-1] == tokenizer.eos_id else "length")
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

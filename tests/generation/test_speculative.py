@@ -75,10 +75,10 @@ def probabilities_by_hand(model, tokenizer, prompt, n, sampling) -> dict[tuple[i
     found: dict[tuple[int, ...], float] = {}
 
     def go(tokens: list[int], chance: float) -> None:
-        if len(tokens) == n or (tokens and tokens[-1] == tokenizer.boundary):
+        if len(tokens) == n or (tokens and tokens[-1] == tokenizer.eos_id):
             found[tuple(tokens)] = chance
             return
-        ids = torch.tensor([[tokenizer.boundary, *tokenizer.encode(prompt), *tokens]])
+        ids = torch.tensor([[tokenizer.eos_id, *tokenizer.encode(prompt), *tokens]])
         logits = model(ids)[:, -1]
         if sampling.repetition_penalty != 1:
             logits = transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, logits)
@@ -101,7 +101,7 @@ def test_the_draft_itself_is_always_taken_and_an_unlike_one_hardly_ever():
     model = make_plain()
     for draft, least, most in ((model, 1.0, 1.0), (nearly(model, 3.0), 0.0, 0.3)):
         guesses = Guesses()
-        list(speculate(model, draft, TOKENIZER, ["Ann"], 30, Sampling(banned=[TOKENIZER.boundary]), 0, guesses=guesses))
+        list(speculate(model, draft, TOKENIZER, ["Ann"], 30, Sampling(banned=[TOKENIZER.eos_id]), 0, guesses=guesses))
         assert least <= guesses.taken / guesses.proposed <= most
 
 

@@ -15,11 +15,11 @@ from tests.model.models import make
 PROMPT = "Ann sees Ann sees"
 MINUS = "\u2212"
 BYTES = Tokenizer.bytes()
-IDS = torch.tensor([BYTES.boundary, *BYTES.encode(PROMPT)])
+IDS = torch.tensor([BYTES.eos_id, *BYTES.encode(PROMPT)])
 N = len(IDS)
 KINDS = {
     "rotary": dict(position="rotary", qk_norm=True),
-    "alibi": dict(position="alibi", pattern=["window", "full"], window=4, n_kv_heads=2, soft_cap=2.0),
+    "alibi": dict(position="alibi", pattern=["window", "full"], window=4, n_kv_heads=2, softcap=2.0),
     "shaw": dict(position="shaw", n_kv_heads=1),
     "transformer_xl": dict(position="transformer_xl"),
     "linear": dict(position="none", kind="elu", n_kv_heads=2),
@@ -120,7 +120,7 @@ def test_click_a_token_and_go_through_the_steps(browser_page, files, models):
 def test_the_numbers_are_the_model_s(kind, browser_page, files, models):
     """Every head, some queries, of every kind of attention."""
     view, model = browser_page(files[kind]), models[kind]
-    seen, cap = look.trace(model, IDS), model.config.attention.soft_cap
+    seen, cap = look.trace(model, IDS), model.config.attention.softcap
     places = [(layer, head, query) for layer in range(2) for head in range(4) for query in (0, 7, N - 1)]
     shown = view.evaluate(
         """places => places.map(([layer, head, query]) => [2, 3].map(step => {
@@ -256,7 +256,7 @@ def test_the_map_names_query_key_and_weight(browser_page, files, models):
 def test_heads_are_sorted_by_each_measure_and_chosen(browser_page, files, models):
     view, model = browser_page(files["rotary"]), models["rotary"]
     seen = look.trace(model, IDS)
-    found = look.head_measures(seen.weights, IDS) | {"noise": look.induction_on_noise(model, BYTES.boundary, 257)}
+    found = look.head_measures(seen.weights, IDS) | {"noise": look.induction_on_noise(model, BYTES.eos_id, 257)}
     columns = ["previous", "itself", "first", "repeated", "induction", "noise", "distance", "entropy"]
     for place, name in enumerate(columns, start=1):
         header = view.locator("#measures th button").nth(place - 1)
@@ -294,7 +294,7 @@ def test_predictions_and_attributions_are_the_model_s(browser_page, files, model
     for place in range(3):
         targets.nth(place).check()
         target = view.evaluate("x.explained[x.query].targets[x.target]")
-        expected, at, start = look.integrated_gradients(model, IDS[: query + 1], torch.tensor([target]), BYTES.boundary)
+        expected, at, start = look.integrated_gradients(model, IDS[: query + 1], torch.tensor([target]), BYTES.eos_id)
         rows = table(view, "flow")
         assert close([row[3] for row in rows], expected[0], 2)
         assert close([row[2] for row in rows], look.rollout(look.trace(model, IDS).weights)[query, : query + 1], 2)

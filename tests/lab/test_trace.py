@@ -15,7 +15,7 @@ KINDS = {
     "sinusoidal_post_norm": dict(position="sinusoidal", norm_placement="post", norm="layernorm", bias=True),
     "learned_bigbird": dict(position="learned", pattern=["bigbird"], window=2, global_tokens=1, block=2),
     "alibi_window": dict(position="alibi", pattern=["window", "full"], window=3),
-    "t5_cap": dict(position="t5", soft_cap=0.3, norm_placement="sandwich"),
+    "t5_cap": dict(position="t5", softcap=0.3, norm_placement="sandwich"),
     "shaw_strided": dict(position="shaw", pattern=["strided"], stride=3, n_kv_heads=2),
     "transformer_xl_fixed": dict(position="transformer_xl", pattern=["fixed"], stride=4, summary=1),
     "rotary_wide_heads_parallel": dict(position="rotary", d_head=12, parallel=True, tie_embeddings=True),
@@ -39,7 +39,7 @@ def test_the_steps_lead_to_the_weights_and_outputs_of_the_model(kind):
         _, weights = model(TOKENS[None], return_attention=True)
         plain = model(TOKENS[None])  # by the kernel that the model uses else
     torch.testing.assert_close(seen.logits, plain[0], atol=1e-4, rtol=1e-4)
-    n, cap, group = len(TOKENS), model.config.attention.soft_cap, model.config.n_heads // model.config.kv_heads
+    n, cap, group = len(TOKENS), model.config.attention.softcap, model.config.n_heads // model.config.kv_heads
     for number, layer in enumerate(seen.layers):
         for head in range(model.config.n_heads):
             q, k, v = (x.double() for x in (layer.q[head], layer.k[head // group], layer.v[head // group]))
@@ -163,7 +163,7 @@ def test_induction_on_noise_of_uniform_attention():
         block.attention.qkv.weight.data.zero_()
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    found = look.induction_on_noise(model, boundary=0, vocab_size=500, length=10)
+    found = look.induction_on_noise(model, bos_id=0, vocab_size=500, length=10)
     assert torch.equal(torch.get_rng_state(), before)
     said = torch.randint(500, (10,), generator=torch.Generator().manual_seed(0)).tolist()
     assert len(set(said)) == 10

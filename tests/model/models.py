@@ -6,7 +6,7 @@ from torch import Tensor
 from minitransformer import ModelConfig, Transformer
 from minitransformer.model.attention import attend
 from minitransformer.model.config import USED_BY, AttentionConfig
-from minitransformer.model.masks import Visibility
+from minitransformer.model.masks import AttentionMask
 
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, -1, -1], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
 ATTENTION = set(AttentionConfig.__dataclass_fields__)
@@ -31,9 +31,9 @@ def patterned(*pattern: str, **settings: int) -> dict:
     return {"pattern": list(pattern)} | used
 
 
-def with_gradients(kernel: str, visibility: Visibility, qkv: Tensor) -> tuple[Tensor, ...]:
+def with_gradients(kernel: str, attention_mask: AttentionMask, qkv: Tensor) -> tuple[Tensor, ...]:
     """Output of `attend` on (3, B, H, T, D), and the gradients of a weighted sum of it."""
     q, k, v = (x.clone().requires_grad_() for x in qkv)
-    output, _ = attend(q, k, v, visibility, kernel=kernel)
+    output, _ = attend(q, k, v, attention_mask, kernel=kernel)
     (output * torch.arange(qkv.shape[-1])).sum().backward()
     return output, q.grad, k.grad, v.grad

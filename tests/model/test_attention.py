@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from minitransformer import SelfAttention, get_attention_weights, scaled_dot_product_attention, sinusoidal_encoding
 from minitransformer.model.attention import attend
-from minitransformer.model.masks import Visibility, causal, documents
+from minitransformer.model.masks import AttentionMask, causal, documents
 from tests.model.models import make, with_gradients
 
 
@@ -41,7 +41,7 @@ def test_equation_in_float64_loops():
 def test_rows_that_see_nothing_give_zero_and_finite_gradients(kernel, dtype):
     positions = torch.tensor([[-1, -1, 0, 1], [-1, -1, -1, -1]])
     q, k, v = (torch.randn(2, 2, 4, 8, dtype=dtype, requires_grad=kernel != "flex") for _ in range(3))
-    output, _ = attend(q, k, v, Visibility(positions, 4), kernel=kernel)
+    output, _ = attend(q, k, v, AttentionMask(positions, 4), kernel=kernel)
     assert output.transpose(1, 2)[positions < 0].eq(0).all()
     if kernel == "flex":
         return  # no gradients on a CPU
@@ -57,7 +57,7 @@ def test_multi_head_attention_equals_torch():
     x = torch.randn(2, 9, 32)
     hidden = torch.ones(9, 9).triu(1).bool()
     expected, expected_weights = theirs(x, x, x, attn_mask=hidden, average_attn_weights=False)
-    output, weights = ours(x, Visibility(torch.arange(9)[None], 9), return_weights=True)
+    output, weights = ours(x, AttentionMask(torch.arange(9)[None], 9), return_weights=True)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(weights.expand_as(expected_weights), expected_weights, atol=1e-6, rtol=1e-4)
 
@@ -66,8 +66,8 @@ def test_slices_by_document_are_used_and_equal_one_mask():
     """Documents long enough for slicing: the same output and gradients as a dense mask."""
     positions = torch.cat([torch.arange(n) for n in (40, 60, 80, 20)] + [torch.full((56,), -1), torch.arange(256)])
     positions = positions.view(2, 256)
-    visibility = Visibility(positions, 256)
-    assert visibility.slices == [
+    attention_mask = AttentionMask(positions, 256)
+    assert attention_mask.slices == [
         (1, 40, True),
         (1, 60, True),
         (1, 80, True),
@@ -77,7 +77,7 @@ def test_slices_by_document_are_used_and_equal_one_mask():
     ]
     torch.manual_seed(0)
     qkv = torch.randn(3, 2, 4, 256, 16)
-    results = [with_gradients(kernel, visibility, qkv) for kernel in ("reference", "sdpa")]
+    results = [with_gradients(kernel, attention_mask, qkv) for kernel in ("reference", "sdpa")]
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 

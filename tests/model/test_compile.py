@@ -41,7 +41,7 @@ def batches(n: int):
     *[dict(position=name) for name in POSITIONS], dict(n_kv_heads=1), dict(dropout=0.1), dict(norm_placement="post"),
     dict(attention=A(pattern=["window", "full"], window=8)), dict(attention=A(pattern=["bigbird", "strided", "fixed"])),
     dict(attention=A(kind="elu")), dict(attention=A(kind="performer")), dict(attention=A(kernel="reference")),
-    dict(attention=A(kernel="sdpa", qk_norm=True)), dict(attention=A(soft_cap=5.0)),
+    dict(attention=A(kernel="sdpa", qk_norm=True)), dict(attention=A(softcap=5.0)),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_few_graphs_serve_twenty_steps_with_changing_documents(settings, checkpointing):

@@ -58,7 +58,7 @@ def kept(config: ModelConfig, checkpointing: bool, rows: int = 2) -> float:
     positions = torch.arange(config.max_seq_len).expand_as(tokens)
 
     def loss():
-        x, _ = model.features(tokens, positions)
+        x, _ = model.hidden_states(tokens, positions)
         return head_cross_entropy(x.flatten(0, 1), model.head.weight, tokens.flatten())[0]
 
     loss()  # what is allocated once for all steps
@@ -75,7 +75,7 @@ def kept(config: ModelConfig, checkpointing: bool, rows: int = 2) -> float:
     dict(n_kv_heads=2, attention=A(qk_norm=True, qk_gain=True)),
     dict(attention=A(kind="elu", qk_norm=True, qk_gain=True)),
     dict(position="alibi"), dict(position="t5"), dict(position="shaw"), dict(position="transformer_xl"),
-    dict(attention=A(kernel="reference")), dict(attention=A(soft_cap=10.0)), dict(attention=A(pattern=["strided"])),
+    dict(attention=A(kernel="reference")), dict(attention=A(softcap=10.0)), dict(attention=A(pattern=["strided"])),
     dict(attention=A(pattern=["window"], window=16)), dict(attention=A(pattern=["window"], window=64)),
     dict(dropout=0.1), dict(dropout=0.1, attention=A(kernel="reference")), dict(attention=A(kind="elu")),
     dict(attention=A(kind="performer")), dict(position="none", n_kv_heads=2, attention=A(kind="elu", qk_norm=True)),
@@ -125,7 +125,7 @@ SHAPES = [
     dict(), dict(max_seq_len=90), dict(activation="swiglu"), dict(n_kv_heads=1), dict(d_head=20),
     dict(tie_embeddings=True),
     *[dict(position=name) for name in POSITIONS if name != "rotary"], dict(norm_placement="post"),
-    dict(norm_placement="sandwich"), dict(parallel=True), dict(dropout=0.1), dict(attention=A(soft_cap=5.0)),
+    dict(norm_placement="sandwich"), dict(parallel=True), dict(dropout=0.1), dict(attention=A(softcap=5.0)),
     dict(attention=A(kernel="reference")), dict(attention=A(pattern=["strided"])), dict(attention=A(kind="elu")),
     dict(attention=A(kind="elu"), max_seq_len=160), dict(attention=A(kind="performer"), n_kv_heads=2),
     dict(attention=A(kind="performer", features=40), max_seq_len=50),
@@ -173,7 +173,7 @@ def test_adapters_alone(settings, how):
         model.checkpoint_gradients(how)
         stepper = make_optimizer(AdamWConfig(), model)
         for _ in range(2):
-            x = model.features(tokens)[0].flatten(0, 1)
+            x = model.hidden_states(tokens)[0].flatten(0, 1)
             (head_cross_entropy(x, model.head.weight, tokens.flatten())[0] / 100).backward()
             del x
             stepper.step()
@@ -206,8 +206,8 @@ def train(config: ModelConfig, optimizer: AdamWConfig, rows: int, parts: int, ho
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
             for part, at in zip(tokens.chunk(parts), positions.chunk(parts), strict=True):
-                x = model.features(part, at)[0].flatten(0, 1)
-                (head_cross_entropy(x, model.head.weight, part.flatten(), config.logit_soft_cap)[0] / 100).backward()
+                x = model.hidden_states(part, at)[0].flatten(0, 1)
+                (head_cross_entropy(x, model.head.weight, part.flatten(), config.logit_softcap)[0] / 100).backward()
                 del x
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
@@ -219,7 +219,7 @@ def train(config: ModelConfig, optimizer: AdamWConfig, rows: int, parts: int, ho
 PEAKS = [
     dict(), dict(rows=8, parts=2), dict(how="full"), dict(how="selective"), dict(optimizer=MuonConfig()),
     dict(vocab_size=5003, rows=8), dict(vocab_size=20011, tie_embeddings=True), 
-    dict(logit_soft_cap=30.0, vocab_size=5003),
+    dict(logit_softcap=30.0, vocab_size=5003),
     dict(d_model=256, rows=1), dict(d_model=256, rows=1, optimizer=MuonConfig()), dict(max_seq_len=512, how="full"),
     dict(activation="swiglu", n_kv_heads=1, d_head=32, rows=8), dict(norm="layernorm", bias=True, position="learned"),
     dict(dropout=0.1, rows=4), *[dict(position=name, rows=4) for name in ("alibi", "t5", "shaw", "transformer_xl")],

@@ -33,7 +33,7 @@ def test_performer_features_have_the_softmax_kernel_as_their_mean():
     layer.directions = orthogonal_directions(4096, 8)
     q, k = torch.randn(2, 200, 8) / 2
     expected = (q * k).sum(-1).div(8**0.5).exp()
-    found = (layer.features(q) * layer.features(k)).sum(-1)
+    found = (layer.feature_map(q) * layer.feature_map(k)).sum(-1)
     assert ((found - expected) / expected).abs().median() < 0.05
 
 
@@ -73,7 +73,7 @@ def test_only_the_projections_are_narrow_under_autocast(kind):
         found, _ = layer(x)
         q, k, v = layer.project(x, None)
     assert q.dtype == torch.bfloat16
-    expected, _ = causal_linear_attention(layer.features(q), layer.features(k), v.float(), torch.arange(70)[None])
+    expected, _ = causal_linear_attention(layer.feature_map(q), layer.feature_map(k), v.float(), torch.arange(70)[None])
     with torch.autocast("cpu", torch.bfloat16):
         expected = layer.output(expected.to(x.dtype).transpose(1, 2).flatten(2))
     assert torch.equal(found, expected)

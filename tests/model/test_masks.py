@@ -5,7 +5,7 @@ import torch
 
 from minitransformer.model.attention import attend
 from minitransformer.model.masks import (
-    Visibility,
+    AttentionMask,
     causal,
     documents,
     first,
@@ -65,24 +65,24 @@ def test_bands_equal_the_reference(length, packed):
         positions[0, 11:] = torch.arange(length - 11)
         positions[1, 20:] = torch.arange(length - 20)
         positions[1, -5:] = -1
-    visibility = Visibility(positions, length, mask=window(8))
-    assert visibility.worth_banding
+    attention_mask = AttentionMask(positions, length, mask=window(8))
+    assert attention_mask.worth_banding
     qkv = torch.randn(3, 2, 4, length, 16)
-    results = [with_gradients(kernel, visibility, qkv) for kernel in ("reference", "sdpa")]
+    results = [with_gradients(kernel, attention_mask, qkv) for kernel in ("reference", "sdpa")]
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
 def test_bands_and_slices_are_really_used(monkeypatch):
     """The fast ways are taken where they are meant to be: no mask of T x T is ever made."""
-    monkeypatch.setattr(Visibility, "dense", property(lambda self: pytest.fail("a T x T mask was made")))
+    monkeypatch.setattr(AttentionMask, "dense", property(lambda self: pytest.fail("a T x T mask was made")))
     q = torch.randn(2, 1, 512, 8)
     long = torch.arange(512).repeat(2, 1)
     split = long % 128
     for positions in (long, split):
         for mask in (causal, window(64)):
-            assert attend(q, q, q, Visibility(positions, 512, mask=mask))[0].shape == q.shape
-    attend(q, q, q, Visibility(split, 512, mask=window(200)))  # documents shorter than the window
+            assert attend(q, q, q, AttentionMask(positions, 512, mask=mask))[0].shape == q.shape
+    attend(q, q, q, AttentionMask(split, 512, mask=window(200)))  # documents shorter than the window
 
 
 def test_a_rolling_cache_stays_as_small_as_its_window():

@@ -20,7 +20,7 @@ MASKS = {
     "bigbird": patterned("bigbird", **SMALL),
     "strided": patterned("strided", **SMALL),
     "fixed": patterned("fixed", **SMALL),
-    "soft cap": dict(soft_cap=2.0),
+    "soft cap": dict(softcap=2.0),
     **{kind: dict(kind=kind) for kind in KINDS if kind != "softmax"},
 }
 TOKENS = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -36,7 +36,7 @@ def refusal(position: str, mask: str, kernel: str) -> list[str]:
             return [f"kind={mask}", f"position={position}"]
         return [f"kind={mask}", f"kernel={kernel}"] if kernel != "auto" else []
     if mask == "soft cap" and kernel == "sdpa":
-        return ["kernel=sdpa", "soft_cap"]
+        return ["kernel=sdpa", "softcap"]
     return []
 
 

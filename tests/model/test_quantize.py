@@ -71,4 +71,4 @@ def test_a_model_moves_little(settings):
     assert 0 < kl < 0.02
     assert torch.equal(model.embedding.weight, table)
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
-    assert all(generate(model, TOKENIZER, PROMPTS, 5, temperature=0, banned=[TOKENIZER.boundary]))
+    assert all(generate(model, TOKENIZER, PROMPTS, 5, temperature=0, banned=[TOKENIZER.eos_id]))

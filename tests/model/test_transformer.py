@@ -144,11 +144,11 @@ def test_dropout_acts_in_training_only_and_survives_checkpointing():
     (dict(attention=AttentionConfig(features=9)), ["features", "performer"]),
     (dict(attention=AttentionConfig(kind="elu", features=9)), ["features", "performer"]),
     (dict(attention=AttentionConfig(kind="elu", pattern=["window"])), ["kind=elu", "window", "[full]"]),
-    (dict(attention=AttentionConfig(kind="elu", soft_cap=2)), ["kind=elu", "soft_cap"]),
+    (dict(attention=AttentionConfig(kind="elu", softcap=2)), ["kind=elu", "softcap"]),
     (dict(activation="magic"), ["model.activation", *ACTIVATIONS]),
     (dict(init="magic"), ["model.init", *INITS]),
     (dict(d_head=7), ["d_head=7"]), (dict(n_layers=0), ["n_layers=0"]), (dict(dropout=1.0), ["dropout=1.0"]),
-    (dict(dropout=float("nan")), ["dropout"]), (dict(logit_soft_cap=-1), ["logit_soft_cap"]),
+    (dict(dropout=float("nan")), ["dropout"]), (dict(logit_softcap=-1), ["logit_softcap"]),
 ], ids=str)  # fmt: skip
 def test_wrong_settings_are_named(settings, words):
     with pytest.raises(ValueError) as error:  # noqa: PT011
@@ -159,7 +159,7 @@ def test_wrong_settings_are_named(settings, words):
 @pytest.mark.parametrize(("settings", "words"), [
     (dict(kernel="magic"), ["model.attention.kernel", "sdpa", "flex"]), (dict(kind="magic"), ["attention.kind", "elu"]),
     (dict(pattern=[]), ["attention.pattern is empty"]), (dict(pattern=["magic"]), ["attention.pattern", "bigbird"]),
-    (dict(window=0), ["window=0"]), (dict(soft_cap=-1), ["soft_cap=-1"]),
+    (dict(window=0), ["window=0"]), (dict(softcap=-1), ["softcap=-1"]),
     (dict(pattern=["fixed"], summary=9, stride=4), ["summary=9", "stride=4"]), (dict(score_width=0), ["score_width=0"]),
     (dict(qk_gain=True), ["qk_gain=true", "qk_norm=true"]),
 ], ids=str)  # fmt: skip
@@ -219,6 +219,6 @@ def test_zero_centred_norms_and_scaled_embeddings_by_plain_ones():
 
 def test_logit_soft_cap_bounds_logits():
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, logit_soft_cap=5.0))
+    model = Transformer(ModelConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, logit_softcap=5.0))
     torch.nn.init.normal_(model.head.weight, std=10)
     assert model(torch.randint(50, (1, 8))).abs().max() <= 5

@@ -66,9 +66,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train_bpe([sentences(300)], 300)
 
 
-@pytest.fixture(scope="module", params=["start is boundary", "start is another"])
+@pytest.fixture(scope="module", params=["BOS is EOS", "BOS is another"])
 def words(request, tokenizer) -> Tokenizer:
-    return tokenizer if request.param == "start is boundary" else with_start(tokenizer)
+    return tokenizer if request.param == "BOS is EOS" else with_start(tokenizer)
 
 
 def make_model(tokenizer: Tokenizer, **settings) -> Transformer:
@@ -125,7 +125,7 @@ def test_the_bytes_of_a_character_are_one_piece():
 def test_a_long_text_is_read_in_pieces_each_with_the_token_before_it(words):
     """Worked out piece by piece, from the definition: no token is left out, none read twice."""
     model, text = make_model(words, max_seq_len=16), "Ann sees the cat.\n" * 9
-    ids = [words.start, *words.encode(text)]
+    ids = [words.bos_id, *words.encode(text)]
     expected = []
     for start in range(0, len(ids) - 1, 16):
         part = torch.tensor([ids[start : start + 17]])
@@ -151,7 +151,7 @@ def test_the_guess_is_the_likeliest_token(words):
     model = make_model(words)
     pieces = read(model, words, [("", "Ann sees")])[0]
     with torch.no_grad():
-        p = model(torch.tensor([[words.start]])).softmax(-1)[0, 0]
+        p = model(torch.tensor([[words.bos_id]])).softmax(-1)[0, 0]
     assert pieces[0].guess == shown(words, int(p.argmax()))
     assert pieces[0].probability == pytest.approx(p.max().item(), rel=1e-4)
 
@@ -159,7 +159,7 @@ def test_the_guess_is_the_likeliest_token(words):
 def test_maps_are_the_weights_of_the_heads_with_the_lowest_entropy(words):
     model, text = make_model(words, n_layers=3), sentences(5)
     names, maps = attention(model, words, [("", "Bob."), ("", text)])
-    ids = torch.tensor([[words.start, *words.encode(text)][: len(names)]])
+    ids = torch.tensor([[words.bos_id, *words.encode(text)][: len(names)]])
     assert len(names) == 20
     assert [found.layer for found in maps] == [0, 0, 1, 1, 2, 2]
     for layer in range(3):

@@ -57,7 +57,7 @@ def test_a_model_file_keeps_all_tokens_that_end_a_text(tmp_path):
             assert set(file.metadata()) == {"model", "tokenizer", *(["end_ids"] if len(end_ids) > 1 else [])}
         again = load(tmp_path / "m.safetensors")[1]
         assert again.end_ids == {0, *end_ids}
-        assert again.boundary == 0
+        assert again.eos_id == 0
 
 
 def test_run_directory_and_files_give_the_same_model(trained, tmp_path):

@@ -227,12 +227,12 @@ def test_a_converted_model_is_tuned_and_leaves_again(tune, command, trained, wor
     seen = []
     from minitransformer.model.transformer import Transformer
 
-    features = Transformer.features
+    hidden_states = Transformer.hidden_states
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             Transformer,
-            "features",
-            lambda self, tokens, *a, **k: seen.append(tokens) or features(self, tokens, *a, **k),
+            "hidden_states",
+            lambda self, tokens, *a, **k: seen.append(tokens) or hidden_states(self, tokens, *a, **k),
         )
         result, run = tune("tuned", "init_from=ours", *LORA, "data.documents=line", "data.packing=pad",
                            "callbacks.sample_every=0")  # fmt: skip

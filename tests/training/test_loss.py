@@ -13,10 +13,10 @@ from minitransformer.training.loss import head_cross_entropy
 from tests.model.models import make
 
 
-@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("chunk", [1, 100, 10**6])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.05)])
-def test_loss_and_gradients_equal_torch(chunk, soft_cap, smoothing, z_loss, monkeypatch):
+def test_loss_and_gradients_equal_torch(chunk, softcap, smoothing, z_loss, monkeypatch):
     monkeypatch.setattr(loss, "LOGITS", chunk)
     monkeypatch.setattr(loss, "LEAST_ROWS", 1)
     torch.manual_seed(0)
@@ -27,10 +27,10 @@ def test_loss_and_gradients_equal_torch(chunk, soft_cap, smoothing, z_loss, monk
     for fused in (False, True):
         x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
         if fused:
-            value, nats = head_cross_entropy(x_, w_, targets, soft_cap, smoothing, z_loss)
+            value, nats = head_cross_entropy(x_, w_, targets, softcap, smoothing, z_loss)
         else:
             logits = x_ @ w_.T
-            logits = soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
+            logits = softcap * torch.tanh(logits / softcap) if softcap else logits
             value = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
             value = value + z_loss * logits[targets != IGNORE].logsumexp(-1).square().sum()
             nats = F.cross_entropy(logits, targets, reduction="sum")
@@ -86,7 +86,7 @@ def test_a_packed_batch_has_the_loss_of_its_documents_alone(position, kind, pack
     batch = make_batch(fill(TokenStream(stream, 0, 0), rows, np.arange(len(rows)), 16))
 
     def mean_loss(tokens, positions, targets):
-        x, _ = model.features(tokens, positions)
+        x, _ = model.hidden_states(tokens, positions)
         return head_cross_entropy(x.flatten(0, 1), model.head.weight, targets.flatten())[1].item()
 
     packed = mean_loss(*batch[:3]) / batch.step_targets

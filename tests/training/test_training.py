@@ -529,7 +529,7 @@ def test_validation_loss_is_that_of_the_documents(train, workdir):
     text = (workdir / "book.txt").read_text(encoding="utf-8")
     tail = text[int(len(text) * 0.9) :]
     ids = tokenizer.encode(tail)
-    stream = [tokenizer.boundary, *ids, tokenizer.boundary]
+    stream = [tokenizer.eos_id, *ids, tokenizer.eos_id]
     nats = 0.0
     for start in range(0, len(stream) - 1, 64):
         piece = torch.tensor(stream[start : start + 65])
@@ -659,13 +659,13 @@ def test_autocast_is_for_the_forward_pass_alone(train, monkeypatch):
 
 def test_validation_reads_as_many_rows_at_once_as_training(train, monkeypatch):
     whole, rows = train("whole", "trainer.max_steps=3"), {True: [], False: []}
-    features = Transformer.features
+    hidden_states = Transformer.hidden_states
 
     def see(self, tokens, *arguments, **keywords):
         rows[self.training].append(len(tokens))
-        return features(self, tokens, *arguments, **keywords)
+        return hidden_states(self, tokens, *arguments, **keywords)
 
-    monkeypatch.setattr(Transformer, "features", see)
+    monkeypatch.setattr(Transformer, "hidden_states", see)
     parts = train("parts", "trainer.max_steps=3", "trainer.accumulate=3", "callbacks.sample_every=0")
     assert max(rows[True]) == max(rows[False]) == 2
     for a, b in zip(metrics(whole)["val/loss"], metrics(parts)["val/loss"], strict=True):
